@@ -1,0 +1,40 @@
+# make setup builds .venv from constraints.txt; every other target calls it when needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: setup demo test test-slow lint types bench clean help
+
+help:  ## what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s:
+
+setup: $(STAMP)  ## the virtual environment in .venv, with every extra
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch setuptools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+test: setup lint types  ## lint, types and the whole fast suite, under 10 minutes on 2 cores
+	$(BIN)/python -m pytest
+
+test-slow: setup  ## what takes minutes
+	$(BIN)/python -m pytest -m slow
+
+lint: setup  ## ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup  ## pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+demo: setup  ## from nothing to a measured comparison, under 6 minutes on 2 cores
+	$(BIN)/python experiments/demo.py --out out
+
+clean:  ## everything that was built
+	rm -rf $(VENV) build dist out *.egg-info

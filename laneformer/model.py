@@ -1,0 +1,147 @@
+"""The lane model: a for-loop over the schedule, weights in the published lane-first layout.
+
+Shape suffixes: L lanes (of this process), B batch, S positions, T cached positions, D hidden, H query heads of a lane,
+K key-value heads of a lane, E head size, F feed-forward width of a lane, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .cache import KVCache
+from .config import LaneConfig
+from .lanes import Exchange, InProcess, run_schedule
+from .modules import Head, LaneNorm, LaneWeight, Layer
+from .schedule import Schedule
+from .view import View
+
+
+class Laneformer(nn.Module):
+    """A lane model; `lanes` names the lanes held here (all by default), `schedule` when their partials meet.
+
+    `model(tokens_BS, cache=None) -> logits_BSV`. The state dict has the published keys and shapes.
+    """
+
+    def __init__(
+        self,
+        config: LaneConfig,
+        schedule: Schedule | str | None = None,
+        lanes: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.lanes = check_lanes(config, lanes)
+        self.schedule = resolve_schedule(config, schedule)
+        held, factory = len(self.lanes), {"device": device, "dtype": dtype}
+        self.model = nn.Module()
+        self.model.tok_embeddings = LaneWeight(
+            config.vocab_size, config.hidden_size, fan_in=config.hidden_size, **factory
+        )
+        self.model.layers = nn.ModuleList(Layer(config, held, **factory) for _ in range(config.num_hidden_layers))
+        norm_lanes = None if config.replicated_rmsn_scale or config.pre_norm_lane_agg else held
+        self.model.norm = LaneNorm(config.hidden_size, norm_lanes, config.norm_eps, **factory)
+        self.lm_head = Head(config, self.lanes, **factory)
+        if self.model.tok_embeddings.weight.device.type != "meta":
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all weights anew (Kaiming-uniform on the unsplit matrices, norms one)."""
+        for module in self.modules():
+            if module is not self and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        cache: KVCache | None = None,
+        attention_mask: Tensor | None = None,
+        exchange: Exchange | None = None,
+    ) -> Tensor:
+        """Logits [B, S, V] of the new tokens, in the weights' type.
+
+        `cache` holds what came before and takes the new positions. `attention_mask` (1 = token, 0 = left padding) is
+        [B, S] for the new tokens or [B, T] for all. `exchange` is needed when other processes hold the other lanes.
+        """
+        if tokens_BS.dim() != 2 or tokens_BS.numel() == 0:
+            raise ValueError(f"tokens must be [B, S] with at least one token, got {list(tokens_BS.shape)}")
+        if exchange is None:
+            if len(self.lanes) < self.config.num_lanes:
+                raise ValueError(
+                    f"this model holds lanes {list(self.lanes)} of {self.config.num_lanes}; give an exchange"
+                )
+            exchange = InProcess()
+        if cache is not None:
+            cache.room_for(tokens_BS.shape[1])
+        embedding_VD = self.model.tok_embeddings.weight
+        x_BSD = F.embedding(tokens_BS, embedding_VD)
+        view = View(self.config, tokens_BS, x_BSD.dtype, cache, attention_mask)
+        x_LBSD = x_BSD.expand(len(self.lanes), *x_BSD.shape)
+
+        def module(n: int, x_LBSD: Tensor) -> Tensor:
+            layer = self.model.layers[n // 2]
+            if n % 2 == 0:
+                return layer.attention(layer.attention_norm(x_LBSD), view, n // 2)
+            return layer.feed_forward(layer.ffn_norm(x_LBSD))
+
+        x_LBSD = run_schedule(self.schedule, self.config.num_lanes, x_LBSD, module, exchange)
+        if cache is not None:
+            cache.advance(tokens_BS.shape[1])
+        return self.lm_head(x_LBSD, self.model.norm, embedding_VD, exchange)
+
+    def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
+        """An empty cache for `capacity` positions of `batch` sequences, in this model's type and place."""
+        weight = self.model.tok_embeddings.weight
+        return KVCache(self.config, capacity, batch, len(self.lanes), weight.dtype, weight.device)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | os.PathLike,
+        dtype: torch.dtype | None = None,
+        schedule: Schedule | str | None = None,
+        lanes: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+    ) -> Laneformer:
+        """The model of a checkpoint folder; reads only the bytes of `lanes` (all by default).
+
+        dtype: the file's own unless given. schedule: the checkpoint's unless given. Raises CheckpointError or
+        ConfigError (both ValueErrors) naming file, key, found and expected.
+        """
+        from .checkpoint import load_model
+
+        return load_model(cls, folder, dtype, schedule, lanes, device)
+
+    def save_pretrained(self, folder: str | os.PathLike, max_shard_size: int | str = "5GB") -> None:
+        """Writes config.json and safetensors (sharded past `max_shard_size`); nothing half-written is left."""
+        from .checkpoint import save_model
+
+        save_model(self, folder, max_shard_size)
+
+
+def check_lanes(config: LaneConfig, lanes: Sequence[int] | None) -> tuple[int, ...]:
+    """The lanes as a tuple, all by default; raises ValueError for ones that do not exist or repeat."""
+    every = tuple(range(config.num_lanes))
+    if lanes is None:
+        return every
+    chosen = tuple(lanes)
+    if not chosen or len(set(chosen)) != len(chosen) or any(lane not in every for lane in chosen):
+        raise ValueError(f"lanes must be distinct and among 0..{config.num_lanes - 1}, got {list(lanes)}")
+    return chosen
+
+
+def resolve_schedule(config: LaneConfig, schedule: Schedule | str | None) -> Schedule:
+    """A schedule object from None (the checkpoint's own), a text form or a schedule; checks its layer count."""
+    if schedule is None:
+        return Schedule.from_config(config)
+    if isinstance(schedule, str):
+        return Schedule.parse(schedule, config)
+    if schedule.num_layers != config.num_hidden_layers:
+        raise ValueError(f"the schedule has {schedule.num_layers} layers, the model {config.num_hidden_layers}")
+    return schedule
