@@ -92,6 +92,8 @@ class KVCache:
         if length < self.length and ring < self.capacity and self.length > ring:
             raise ValueError(f"a window of {ring} positions has been overwritten; the cache cannot be cut to {length}")
         self.length = length
+        if self.valid_BT is not None:
+            self.valid_BT = self.valid_BT[:, :length]
 
     def reorder(self, rows_B: Tensor) -> None:
         """Makes row b hold what row rows_B[b] held (beam search)."""
@@ -102,7 +104,7 @@ class KVCache:
             self.valid_BT = self.valid_BT.index_select(0, rows_B)
 
 
-def ring_positions(newest: int, size: int, device: torch.device | None = None) -> Tensor:
+def ring_positions(newest: int | Tensor, size: int, device: torch.device | None = None) -> Tensor:
     """The position each slot of a full-length ring holds once `newest` is written, negative where empty, int64 [T]."""
     slots = torch.arange(size, device=device)
     return newest - (newest - slots) % size

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .config import LaneConfig
 from .config_json import nearest
-from .files import write_beside, write_text
+from .files import replace_files, tensors_writer, text_writer
 from .model import check_lanes
 from .schedule import Schedule
 
@@ -161,35 +161,42 @@ class Checkpoint:
             raise CheckpointError(f"{file}: {HEAD} differs from the embedding although tie_word_embeddings is true")
 
     @property
+    def names(self) -> list[str]:
+        """Every tensor the config expects, in layout order."""
+        return list(expected_shapes(self.config))
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the tensor files."""
         return sum(file.stat().st_size for file in set(self._files.values()))
 
-    def tensor(self, name: str, lanes: Sequence[int] | None = None, rows: slice | None = None) -> Tensor:
-        """A tensor, or some of its first dimension: lanes (where it has a lane axis) or a slice of rows."""
-        return next(self.tensors([name], lanes, rows))[1]
+    def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        """A whole tensor, or some rows (first dimension) or columns (second) of it."""
+        with self._open(self._files[name]) as handle:
+            part = handle.get_slice(name)
+            if columns is not None:
+                return part[:, columns]
+            return part[:] if rows is None else part[rows]
 
-    def tensors(
-        self, names: Sequence[str], lanes: Sequence[int] | None = None, rows: slice | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of several names in order, each file opened once and unmapped at the end."""
+    def tensors(self, names: Sequence[str], lanes: Sequence[int] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of several names in order, with only `lanes` of those that have a lane axis.
+
+        Files are mapped while the iterator runs and unmapped at its end.
+        """
         with ExitStack() as stack:
             handles: dict[Path, Any] = {}
             for name in names:
                 file = self._files[name]
                 if file not in handles:
                     handles[file] = stack.enter_context(self._open(file))
-                yield name, self._part(handles[file].get_slice(name), name, lanes, rows)
+                yield name, self._lanes_of(handles[file].get_slice(name), name, lanes)
 
-    def _part(self, part: Any, name: str, lanes: Sequence[int] | None, rows: slice | None) -> Tensor:
-        if rows is not None:
-            return part[rows]
-        if lanes is None or not has_lane_axis(name, self.config) or len(lanes) == self.config.num_lanes:
+    def _lanes_of(self, part: Any, name: str, lanes: Sequence[int] | None) -> Tensor:
+        if lanes is None or not has_lane_axis(name, self.config):
             return part[:]
-        runs = [part[lane : lane + 1] for lane in lanes]
         if list(lanes) == list(range(lanes[0], lanes[0] + len(lanes))):
             return part[lanes[0] : lanes[0] + len(lanes)]
-        return torch.cat(runs)
+        return torch.cat([part[lane : lane + 1] for lane in lanes])
 
 
 def load_model(
@@ -225,25 +232,31 @@ def save_model(model: Laneformer, folder: str | os.PathLike, max_shard_size: int
 def save_checkpoint(
     config: LaneConfig, state: Mapping[str, Tensor], folder: str | os.PathLike, max_shard_size: int | str = "5GB"
 ) -> None:
-    """Writes config.json and safetensors shards; each file beside, fsynced and renamed, the index last."""
+    """Writes config.json and safetensors shards: all beside and synced first, then renamed; what is stale goes last.
+
+    A save that fails while writing leaves an earlier checkpoint in the folder as it was.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     shards = split_into_shards(state, parse_size(max_shard_size))
     count = len(shards)
     files = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    # An index left from before would point at shards of another model.
-    (folder / INDEX).unlink(missing_ok=True)
-    for file, names in zip(files, shards, strict=True):
-        write_beside(folder / file, {name: state[name].contiguous() for name in names})
+    writers = {
+        folder / file: tensors_writer({name: state[name].contiguous() for name in names})
+        for file, names in zip(files, shards, strict=True)
+    }
     if count > 1:
         total = sum(state[name].numel() * state[name].element_size() for name in state)
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
+        writers[folder / INDEX] = text_writer(json.dumps(index, indent=2) + "\n")
+    writers[folder / "config.json"] = text_writer(json.dumps(config.to_dict(), indent=2) + "\n")
+    replace_files(writers)
+    if count == 1:
+        (folder / INDEX).unlink(missing_ok=True)
     for stale in folder.glob("model*.safetensors"):
         if stale.name not in files:
             stale.unlink()
-    write_text(folder / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
 
 
 def split_into_shards(state: Mapping[str, Tensor], limit: int) -> list[list[str]]:

@@ -104,6 +104,12 @@ class LaneConfig:
             raise ConfigError(f"head size must be even for rotary pairs, got {self.head_size}")
 
     def _check_switches(self) -> None:
+        for name in (
+            "use_early_comm", "use_attention_comm", "use_mlp_comm", "pre_norm_lane_agg", "replicated_rmsn_scale",
+            "tie_word_embeddings", "head_norms",
+        ):  # fmt: skip
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.lm_head_type not in HEAD_TYPES:
             raise ConfigError(f"lm_head_type is {self.lm_head_type!r}, expected one of {', '.join(HEAD_TYPES)}")
         if self.lm_head_type == "vocab_parallel" and self.vocab_size % self.num_lanes:
@@ -123,6 +129,8 @@ class LaneConfig:
             raise ConfigError(f"swa_layers lists {list(self.swa_layers)} but sliding_window is not given")
         if not (self.rope_theta > 0 and math.isfinite(self.rope_theta)):
             raise ConfigError(f"rope_theta must be positive, got {self.rope_theta}")
+        if not (self.norm_eps >= 0 and math.isfinite(self.norm_eps)):
+            raise ConfigError(f"norm_eps must be a finite number >= 0, got {self.norm_eps}")
 
     @property
     def kv_heads(self) -> int:
@@ -161,9 +169,9 @@ class LaneConfig:
     def from_dict(cls, keys: dict[str, Any], source: str = "config.json") -> LaneConfig:
         """A config from config.json keys: the published family, its older one, and the three names of rope scaling."""
         fields = fields_from_json(keys, source, [f.name for f in dataclasses.fields(cls)])
-        if fields.get("rope_scaling") is not None:
-            fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
         try:
+            if fields.get("rope_scaling") is not None:
+                fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
             return cls(**fields)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None

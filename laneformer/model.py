@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from .cache import KVCache
 from .config import LaneConfig
 from .lanes import Exchange, InProcess, run_schedule
-from .modules import Head, LaneNorm, LaneWeight, Layer
+from .modules import Head, LaneNorm, LaneWeight, Trunk
 from .schedule import Schedule
 from .view import View
 
@@ -39,14 +40,9 @@ class Laneformer(nn.Module):
         self.config = config
         self.lanes = check_lanes(config, lanes)
         self.schedule = resolve_schedule(config, schedule)
-        held, factory = len(self.lanes), {"device": device, "dtype": dtype}
-        self.model = nn.Module()
-        self.model.tok_embeddings = LaneWeight(
-            config.vocab_size, config.hidden_size, fan_in=config.hidden_size, **factory
-        )
-        self.model.layers = nn.ModuleList(Layer(config, held, **factory) for _ in range(config.num_hidden_layers))
-        norm_lanes = None if config.replicated_rmsn_scale or config.pre_norm_lane_agg else held
-        self.model.norm = LaneNorm(config.hidden_size, norm_lanes, config.norm_eps, **factory)
+        held = len(self.lanes)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.model = Trunk(config, held, **factory)
         self.lm_head = Head(config, self.lanes, **factory)
         if self.model.tok_embeddings.weight.device.type != "meta":
             self.reset_parameters()
@@ -54,7 +50,7 @@ class Laneformer(nn.Module):
     def reset_parameters(self) -> None:
         """Draws all weights anew (Kaiming-uniform on the unsplit matrices, norms one)."""
         for module in self.modules():
-            if module is not self and hasattr(module, "reset_parameters"):
+            if isinstance(module, LaneWeight | LaneNorm | Head):
                 module.reset_parameters()
 
     def forward(
@@ -83,14 +79,7 @@ class Laneformer(nn.Module):
         x_BSD = F.embedding(tokens_BS, embedding_VD)
         view = View(self.config, tokens_BS, x_BSD.dtype, cache, attention_mask)
         x_LBSD = x_BSD.expand(len(self.lanes), *x_BSD.shape)
-
-        def module(n: int, x_LBSD: Tensor) -> Tensor:
-            layer = self.model.layers[n // 2]
-            if n % 2 == 0:
-                return layer.attention(layer.attention_norm(x_LBSD), view, n // 2)
-            return layer.feed_forward(layer.ffn_norm(x_LBSD))
-
-        x_LBSD = run_schedule(self.schedule, self.config.num_lanes, x_LBSD, module, exchange)
+        x_LBSD = final_streams(self.model, self.schedule, self.config.num_lanes, x_LBSD, view, exchange)
         if cache is not None:
             cache.advance(tokens_BS.shape[1])
         return self.lm_head(x_LBSD, self.model.norm, embedding_VD, exchange)
@@ -123,6 +112,20 @@ class Laneformer(nn.Module):
         from .checkpoint import save_model
 
         save_model(self, folder, max_shard_size)
+
+
+def final_streams(
+    trunk: Trunk, schedule: Schedule, num_lanes: int, x_LBSD: Tensor, view: View, exchange: Exchange
+) -> Tensor:
+    """The lanes' streams [L, B, S, D] after every layer, from their first ones."""
+
+    def module(n: int, x_LBSD: Tensor) -> Tensor:
+        layer = trunk.layer(n // 2)
+        if n % 2 == 0:
+            return layer.attention(layer.attention_norm(x_LBSD), view, n // 2)
+        return layer.feed_forward(layer.ffn_norm(x_LBSD))
+
+    return run_schedule(schedule, num_lanes, x_LBSD, module, exchange)
 
 
 def check_lanes(config: LaneConfig, lanes: Sequence[int] | None) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,8 @@ from .view import View
 
 class LaneWeight(nn.Module):
     """A bare `weight` under the published key names; Kaiming-uniform (a = sqrt 5) on the unsplit matrix."""
+
+    weight: nn.Parameter
 
     def __init__(self, *shape: int, fan_in: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -114,6 +116,22 @@ class Layer(nn.Module):
         self.feed_forward = FeedForward(config, lanes, **factory)
         self.attention_norm = LaneNorm(config.hidden_size, norm_lanes, config.norm_eps, **factory)
         self.ffn_norm = LaneNorm(config.hidden_size, norm_lanes, config.norm_eps, **factory)
+
+
+class Trunk(nn.Module):
+    """The embedding, the layers and the final norm, under the published names."""
+
+    def __init__(self, config: LaneConfig, lanes: int, **factory: Any) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.tok_embeddings = LaneWeight(config.vocab_size, hidden, fan_in=hidden, **factory)
+        self.layers = nn.ModuleList(Layer(config, lanes, **factory) for _ in range(config.num_hidden_layers))
+        norm_lanes = None if config.replicated_rmsn_scale or config.pre_norm_lane_agg else lanes
+        self.norm = LaneNorm(hidden, norm_lanes, config.norm_eps, **factory)
+
+    def layer(self, index: int) -> Layer:
+        """Layer `index`, typed."""
+        return cast(Layer, self.layers[index])
 
 
 class Head(nn.Module):

@@ -28,16 +28,7 @@ class View:
         positions = self.slots_S[None]
         if self.valid_BT is not None:
             positions = (self.valid_BT.long().cumsum(1) - 1).clamp_min(0)[:, start:]
-        scaling = config.rope_scaling
-        freq = ops.rope_frequencies(
-            config.head_size,
-            config.rope_theta,
-            None if scaling is None else (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor,
-                                          scaling.original_max_position_embeddings),
-            device,
-        )  # fmt: skip
-        cos, sin = ops.rope_tables(positions, freq, dtype)
-        self.cos, self.sin = cos[None, :, None], sin[None, :, None]
+        self.cos, self.sin = turns(config, positions, dtype)
         self._masks: dict[int | None, Tensor] = {}
 
     def _valid(self, mask: Tensor | None, batch: int, start: int, count: int) -> Tensor | None:
@@ -62,20 +53,38 @@ class View:
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values and mask a layer attends to, the new positions stored."""
-        window = self.config.window(layer)
-        if self.cache is None:
-            key_T = self.slots_S
-        else:
+        key_T = self.slots_S
+        if self.cache is not None:
             k, v, key_T = self.cache.append(layer, k, v)
+        return k, v, self.mask(layer, key_T)
+
+    def mask(self, layer: int, key_T: Tensor) -> Tensor:
+        """What the new positions of a layer see of the keys at positions key_T, bool; formed once for each window."""
+        window = self.config.window(layer)
         if window not in self._masks:
             self._masks[window] = self._mask(key_T, window)
-        return k, v, self._masks[window]
+        return self._masks[window]
 
     def _mask(self, key_T: Tensor, window: int | None) -> Tensor:
         seen = ops.visible(self.slots_S, key_T, window)
         if self.valid_BT is None:
             return seen
-        seen = seen & self.valid_BT[:, key_T.clamp_min(0)][:, None]
+        # A key outside the known slots (an empty ring slot, storage not yet written) is unseen already.
+        seen = seen & self.valid_BT[:, key_T.clamp(0, self.valid_BT.shape[1] - 1)][:, None]
         # A padded query sees itself only, so that its row has a defined softmax; nothing reads its result.
         itself = self.slots_S[:, None] == key_T[None, :]
         return (seen | itself)[:, None]
+
+
+def turns(config: LaneConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [1, B, 1, S, E/2] that turn queries and keys at `positions` [B, S] (or [1, S] for all sequences)."""
+    scaling = config.rope_scaling
+    freq = ops.rope_frequencies(
+        config.head_size,
+        config.rope_theta,
+        None if scaling is None else (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor,
+                                      scaling.original_max_position_embeddings),
+        positions.device,
+    )  # fmt: skip
+    cos, sin = ops.rope_tables(positions, freq, dtype)
+    return cos[None, :, None], sin[None, :, None]

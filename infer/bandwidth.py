@@ -1,0 +1,25 @@
+"""How fast this machine reads memory: the same weights that decoding streams, read and nothing else."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from laneformer.infer.weights import RankWeights
+
+
+def streamed(weights: RankWeights) -> list[Tensor]:
+    """The matrices that decoding one token reads on this rank."""
+    layers = [t for w in weights.layers for t in (w.qkv_LOI, w.out_LOI, w.gate_up_LOI, w.down_LOI)]
+    return [*layers, *weights.head_L]
+
+
+def read_weights(weights: RankWeights) -> float:
+    """Seconds to read every streamed matrix once, as a sum of 64-bit integers (the cheapest thing to do with it)."""
+    tensors = [t.view(torch.int64) if t.element_size() * t.shape[-1] % 8 == 0 else t for t in streamed(weights)]
+    began = time.perf_counter()
+    for tensor in tensors:
+        tensor.sum()
+    return time.perf_counter() - began

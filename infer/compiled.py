@@ -1,0 +1,184 @@
+"""The `compiled` runner: a lane's decode modules as torch.compile kernels over a static cache.
+
+A matrix-vector product is written as four sums over row blocks: the compiler makes four streams of them, which reads
+memory faster than one (experiments/001). Vectors stay in float32 between the kernels, whatever the weights' type.
+Each module is compiled once for one lane and called for every lane, so all ranks run the same machine code.
+
+Shape suffixes: D hidden, O and I a matrix's output and input, H query heads of a lane, K key-value heads of a lane,
+G query heads per key-value head, T cached positions, E head size, F feed-forward width of a lane.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
+
+from laneformer import ops
+from laneformer.cache import ring_positions
+from laneformer.infer.exchange import RankExchange
+from laneformer.infer.runners import RUNNERS, EagerRunner
+from laneformer.infer.weights import RankWeights
+from laneformer.lanes import run_schedule
+from laneformer.schedule import Schedule
+
+ROW_BLOCKS = 4
+OPTIONS: dict[str, Any] = {"cpp.enable_floating_point_contract_flag": "fast"}
+
+
+def in_memory(x: Tensor) -> Tensor:
+    """x [I] as the compiler must hold it: computed once, not again in the loop of every row that reads it."""
+    half = x.shape[0] // 2
+    return torch.cat((x[:half], x[half:]))
+
+
+def matvec(x_I: Tensor, weight_OI: Tensor) -> Tensor:
+    """weight times x in float32, [O], as sums over four blocks of rows (and the rows left over)."""
+    block = weight_OI.shape[0] // ROW_BLOCKS
+    rows = [weight_OI[i * block : (i + 1) * block] for i in range(ROW_BLOCKS if block else 0)]
+    rows.append(weight_OI[ROW_BLOCKS * block :])
+    return torch.cat([(part.float() * x_I).sum(-1) for part in rows if part.shape[0]])
+
+
+def norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """RMSNorm in float32."""
+    return in_memory(x_D * torch.rsqrt(x_D.square().mean() + eps) * weight_D.float())
+
+
+def rotate(x_HE: Tensor, cos_E: Tensor, sin_E: Tensor) -> Tensor:
+    """Neighbouring pairs turned by this position's angles."""
+    even, odd = x_HE.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((even * cos_E - odd * sin_E, even * sin_E + odd * cos_E), -1).flatten(-2)
+
+
+def attention(
+    x_D: Tensor, cos_E: Tensor, sin_E: Tensor, norm_D: Tensor, qkv_OI: Tensor, out_OI: Tensor,
+    q_norm_E: Tensor | None, k_norm_E: Tensor | None, keys_KTE: Tensor, values_KTE: Tensor, position_1: Tensor,
+    eps: float,
+) -> Tensor:  # fmt: skip
+    """A lane's attention partial [D] for one token; its key and value are stored at the position's ring slot."""
+    kv_heads, size, head = keys_KTE.shape
+    heads = qkv_OI.shape[0] // head - 2 * kv_heads
+    rows = matvec(norm(x_D, norm_D, eps), qkv_OI).view(-1, head)
+    q_HE, k_KE, v_KE = rows.split((heads, kv_heads, kv_heads))
+    if q_norm_E is not None and k_norm_E is not None:
+        q_HE, k_KE = ops.rms_norm(q_HE, q_norm_E, eps), ops.rms_norm(k_KE, k_norm_E, eps)
+    q_HE, k_KE = rotate(q_HE, cos_E, sin_E), rotate(k_KE, cos_E, sin_E)
+    slot_1 = position_1 % size
+    keys_KTE.index_copy_(1, slot_1, k_KE[:, None].to(keys_KTE.dtype))
+    values_KTE.index_copy_(1, slot_1, v_KE[:, None].to(values_KTE.dtype))
+    seen_T = ring_positions(position_1, size) >= 0
+    q_KGE = q_HE.view(kv_heads, -1, head) * head**-0.5
+    scores_KGT = (q_KGE[:, :, None] * keys_KTE[:, None].float()).sum(-1).masked_fill(~seen_T, -torch.inf)
+    weights_KGT = scores_KGT.softmax(-1)
+    out_KGE = (weights_KGT[..., None] * values_KTE[:, None].float()).sum(2)
+    return matvec(in_memory(out_KGE.flatten()), out_OI)
+
+
+def feed_forward(x_D: Tensor, norm_D: Tensor, gate_up_OI: Tensor, down_OI: Tensor, eps: float) -> Tensor:
+    """A lane's feed-forward partial [D] for one token."""
+    gate_F, up_F = matvec(norm(x_D, norm_D, eps), gate_up_OI).chunk(2)
+    return matvec(in_memory(F.silu(gate_F) * up_F), down_OI)
+
+
+def compile_function(function: Callable[..., Tensor], args: tuple[Any, ...]) -> Callable[..., Tensor]:
+    """`function` for exactly these shapes; without guards where the installed torch offers that."""
+    compiled = torch.compile(function, dynamic=False, fullgraph=True, options=OPTIONS)
+    if not hasattr(compiled, "aot_compile"):
+        return compiled
+    ahead = compiled.aot_compile((args, {}))
+    # Every call comes with the shapes it was compiled for, so checking them each time would only cost time.
+    ahead.disable_guard_check()
+    return ahead
+
+
+class CompiledRunner(EagerRunner):
+    """Prefill as the eager runner does it; each decode step through compiled kernels, one a module and lane.
+
+    Nothing is compiled after construction: all shapes of a decode step are known.
+    """
+
+    name = "compiled"
+
+    def __init__(self, weights: RankWeights, exchange: RankExchange, capacity: int) -> None:
+        super().__init__(weights, exchange, capacity)
+        self._compiled: dict[Any, Callable[..., Tensor]] = {}
+        self._position_1 = torch.zeros(1, dtype=torch.int64)
+        forward, lanes = self.forward, range(len(weights.lanes))
+        with torch.inference_mode():
+            self._modules = [
+                [self._attention(i // 2, lane) if i % 2 == 0 else self._feed_forward(i // 2, lane) for lane in lanes]
+                for i in range(forward.modules)
+            ]
+            self._head = [self._matvec(weight) for weight in weights.head_L]
+        self.reset()
+
+    def _kernel(self, function: Callable[..., Tensor], *args: Any) -> Callable[..., Tensor]:
+        """The compiled form for the shapes of `args`, compiled at first need."""
+        key = (function, *((a.shape, a.dtype) if isinstance(a, Tensor) else a for a in args))
+        if key not in self._compiled:
+            self._compiled[key] = compile_function(function, args)
+        return self._compiled[key]
+
+    def _attention(self, layer: int, lane: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        forward, weights = self.forward, self.forward.weights.layers[layer]
+        fixed = (
+            weights.attention_norm_LD[lane], weights.qkv_LOI[lane], weights.out_LOI[lane], weights.q_norm_E,
+            weights.k_norm_E, forward.cache.k[layer][lane, 0], forward.cache.v[layer][lane, 0], self._position_1,
+            self.config.norm_eps,
+        )  # fmt: skip
+        x_D = torch.zeros(self.config.hidden_size)
+        kernel = self._kernel(attention, x_D, forward.cos_TE[0], forward.sin_TE[0], *fixed)
+        return lambda x_D, cos_E, sin_E: kernel(x_D, cos_E, sin_E, *fixed)
+
+    def _feed_forward(self, layer: int, lane: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        weights = self.forward.weights.layers[layer]
+        fixed = (
+            weights.ffn_norm_LD[lane], weights.gate_up_LOI[lane], weights.down_LOI[lane], self.config.norm_eps
+        )  # fmt: skip
+        kernel = self._kernel(feed_forward, torch.zeros(self.config.hidden_size), *fixed)
+        return lambda x_D, cos_E, sin_E: kernel(x_D, *fixed)
+
+    def _matvec(self, weight_OI: Tensor) -> Callable[[Tensor], Tensor]:
+        kernel = self._kernel(matvec, torch.zeros(self.config.hidden_size), weight_OI)
+        return lambda x_D: kernel(x_D, weight_OI)
+
+    def step(self, token: int, schedule: Schedule) -> Tensor:
+        """Takes one token; logits [V] of the next."""
+        forward, cache = self.forward, self.forward.cache
+        cache.room_for(1)
+        position = cache.length
+        self._position_1.fill_(position)
+        cos_E, sin_E = forward.cos_TE[position], forward.sin_TE[position]
+        x_D = forward.weights.embedding_VD[token].float()
+        x_LD = x_D.expand(len(forward.weights.lanes), -1)
+
+        def module(n: int, x_LD: Tensor) -> Tensor:
+            self.exchange.at(n)
+            return torch.stack([run(x_D, cos_E, sin_E) for run, x_D in zip(self._modules[n], x_LD, strict=True)])
+
+        x_LD = run_schedule(schedule, self.config.num_lanes, x_LD, module, self.exchange)
+        cache.advance(1)
+        return forward.head(x_LD[:, None], self._each_lane)[0]
+
+    def _each_lane(self, x_LSD: Tensor) -> Tensor:
+        return torch.stack([run(x_D) for run, x_D in zip(self._head, x_LSD[:, 0], strict=True)])[:, None]
+
+
+def make_runner(name: str, weights: RankWeights, exchange: RankExchange, capacity: int) -> EagerRunner:
+    """The runner called `name`; `compiled` falls back to `eager`, with one warning, where nothing can be compiled."""
+    if name == "eager":
+        return EagerRunner(weights, exchange, capacity)
+    if name != "compiled":
+        raise ValueError(f"no runner {name!r}; there are {', '.join(RUNNERS)}")
+    try:
+        return CompiledRunner(weights, exchange, capacity)
+    except TorchDynamoException as error:  # also what a missing C++ compiler becomes
+        reason = str(error).strip().splitlines()[0]
+        warnings.warn(f"decoding with the eager runner, because nothing can be compiled here: {reason}", stacklevel=2)
+        return EagerRunner(weights, exchange, capacity)

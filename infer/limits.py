@@ -1,0 +1,8 @@
+"""Numbers that the parent process and the ranks must agree on."""
+
+from __future__ import annotations
+
+# Prompt positions a forward pass takes at once; the same for every number of ranks, so that the bits are.
+PREFILL_CHUNK = 64
+# Seconds a rank may wait for another, or make no progress, before the run is ended.
+WAIT_LIMIT_S = 4.0

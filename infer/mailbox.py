@@ -1,0 +1,162 @@
+"""One-sided messages between the ranks of one machine, through memory they share.
+
+Every rank has, for every sender, a ring of slots. A sender writes straight into the receiver's slot; the receiver
+polls its own. The data is its own flag: a 32-bit word of zero means "not written yet", so a message is there when all
+its words are non-zero, and a float of +0.0 travels as -0.0. Fresh memory is zero, hence armed. After reading, the
+receiver zeroes the slot again. No word orders another, so no fence is needed for the data, on Arm neither.
+
+What must be ordered is the re-use of a slot: message e + G goes where message e was, after its receiver has zeroed it.
+With at most `m` messages sent and not yet landed per rank, a sender about to post e' has landed its peer's e' - m - 1,
+which the peer posted after landing (and zeroing) everything up to e' - 2m - 2; so G >= 2m + 2 slots are enough. The
+zeroing is ordered before the peer's later posts by a lock taken and released between them (a release store, then an
+acquire of the same word).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import numpy as np
+
+from laneformer.infer.limits import WAIT_LIMIT_S
+from laneformer.infer.shared_memory import WAITING_FOR, Progress, SharedBlock, Status
+
+# Words before the payload: the time of posting, for links with an emulated latency.
+STAMP_WORDS = 2
+MIN_GENERATIONS = 4
+NEGATIVE_ZERO = np.uint32(0x80000000)
+# Polls between two looks at the clock and the abort flag, and yields before a waiting rank starts to sleep.
+POLLS_PER_CHECK = 32
+YIELDS_BEFORE_SLEEP = 4000
+NAP_S = 50e-6
+
+
+class WaitTimeout(RuntimeError):
+    """A message of rank `peer` (None: of some peer) did not come within the limit."""
+
+    def __init__(self, text: str, peer: int | None = None) -> None:
+        super().__init__(text)
+        self.peer = peer
+
+
+class RunAborted(RuntimeError):
+    """Another rank, or the parent, ended the run."""
+
+
+def generations(max_outstanding: int) -> int:
+    """Slots of a ring for ranks that have at most `max_outstanding` messages under way."""
+    return max(MIN_GENERATIONS, 2 * max_outstanding + 2)
+
+
+def mailbox_bytes(ranks: int, slots: int, words: int) -> int:
+    """Bytes of all mailboxes of a run, whose messages have at most `words` 32-bit words."""
+    return ranks * ranks * slots * (words + STAMP_WORDS) * 4
+
+
+class Mailbox:
+    """This rank's end of all mailboxes. Messages are numbered alike on every rank: the n-th post meets the n-th wait.
+
+    `latency_s` makes a message readable only that long after it was posted (an emulated link). `waited_s` sums the
+    time spent in waits that were not over at first look.
+    """
+
+    def __init__(
+        self,
+        block: SharedBlock,
+        status: Status,
+        rank: int,
+        ranks: int,
+        slots: int,
+        words: int,
+        limit_s: float = WAIT_LIMIT_S,
+    ) -> None:
+        self.rank, self.ranks, self.slots, self.words, self.limit_s = rank, ranks, slots, words, limit_s
+        self.status = status
+        self.latency_s = 0.0
+        self.waited_s = 0.0
+        self.posted = 0
+        self._row = status.row(rank)
+        self.progress = Progress(status, rank)
+        self._fence = threading.Lock()
+        size = words + STAMP_WORDS
+        every = block.array("<u4", Status.num_bytes(ranks), ranks * ranks * slots * size)
+        # Indexed [receiver, sender, slot, word].
+        self._every = every.reshape(ranks, ranks, slots, size)
+        self.peers = [r for r in range(ranks) if r != rank]
+        self._out = [[self._every[r, rank, s] for s in range(slots)] for r in self.peers]
+        self._in = {r: [self._every[rank, r, s] for s in range(slots)] for r in self.peers}
+
+    def post(self, payload: np.ndarray) -> int:
+        """Pushes float32 [n] into every peer's slot; returns the message's number."""
+        number = self.posted
+        self.posted = number + 1
+        words = payload.view(np.uint32)
+        if not words.all():
+            words = np.where(words == 0, NEGATIVE_ZERO, words)
+        slot, end = number % self.slots, STAMP_WORDS + len(words)
+        with self._fence:
+            pass
+        for out in self._out:
+            out[slot][STAMP_WORDS:end] = words
+        if self.latency_s:
+            stamp = _stamp(time.perf_counter_ns())
+            for out in self._out:
+                out[slot][:STAMP_WORDS] = stamp
+        return number
+
+    def take(self, number: int, peer: int, out: np.ndarray) -> None:
+        """Waits for message `number` of `peer`, copies its payload into float32 `out` [n] and frees the slot."""
+        end = STAMP_WORDS + len(out)
+        start = 0 if self.latency_s else STAMP_WORDS
+        message = self._in[peer][number % self.slots][start:end]
+        if not (message[-1] and message.all()):
+            self._wait(message, peer, number)
+        if self.latency_s:
+            self._wait_until(_unstamp(message) + int(self.latency_s * 1e9))
+        out.view(np.uint32)[:] = message[STAMP_WORDS - start :]
+        message[:] = 0
+
+    def _wait(self, message: np.ndarray, peer: int, number: int) -> None:
+        began = time.perf_counter()
+        self._row[WAITING_FOR] = peer + 1
+        polls = 0
+        while not (message[-1] and message.all()):
+            polls += 1
+            if polls % POLLS_PER_CHECK == 0:
+                self._check(began, peer, number)
+            if polls < YIELDS_BEFORE_SLEEP:
+                os.sched_yield()
+            else:
+                time.sleep(NAP_S)
+        self._row[WAITING_FOR] = 0
+        self.waited_s += time.perf_counter() - began
+
+    def _wait_until(self, due_ns: int) -> None:
+        """Waits out the emulated link."""
+        now = began = time.perf_counter_ns()
+        while now < due_ns:
+            os.sched_yield()
+            now = time.perf_counter_ns()
+        self.waited_s += (now - began) * 1e-9
+
+    def _check(self, began: float, peer: int, number: int) -> None:
+        if self.status.aborted:
+            raise RunAborted(f"rank {self.rank} stopped waiting for rank {peer}: the run was ended")
+        waited = time.perf_counter() - began
+        if waited > self.limit_s:
+            raise WaitTimeout(
+                f"rank {self.rank} waited {waited:.1f} s for message {number} of rank {peer}, "
+                f"which was last seen {self.status.where(peer)}",
+                peer,
+            )
+
+
+def _stamp(now_ns: int) -> np.ndarray:
+    # 31 bits a word below a set top bit: neither word is ever zero.
+    return np.array([now_ns >> 31 & 0x7FFFFFFF, now_ns & 0x7FFFFFFF], np.uint32) | NEGATIVE_ZERO
+
+
+def _unstamp(message: np.ndarray) -> int:
+    return (int(message[0]) & 0x7FFFFFFF) << 31 | int(message[1]) & 0x7FFFFFFF

@@ -1,0 +1,65 @@
+"""What is asked of the ranks and what comes back, without torch, so that the parent process stays light."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from laneformer.config import LaneConfig
+from laneformer.infer.sampling import Sampling
+
+
+class RequestError(ValueError):
+    """A request the model cannot serve; the message says what was given and what fits."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to decode: token ids in, how many out at most, how to draw, when to stop, and the sync schedule's text form.
+
+    `link_latency_us` emulates a slower link between ranks. `ignore_end` decodes `max_tokens` whatever comes.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int = 128
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_ids: tuple[int, ...] = ()
+    stop_texts: tuple[str, ...] = ()
+    schedule: str = "checkpoint"
+    link_latency_us: float = 0.0
+    ignore_end: bool = False
+
+
+@dataclass(frozen=True)
+class Token:
+    """A decoded token: its id and position, seconds since the request came, and seconds this rank waited for it.
+
+    `wait_s` is the time spent waiting for module partials, `head_wait_s` for the two exchanges at the head.
+    """
+
+    id: int
+    position: int
+    at_s: float
+    wait_s: float
+    head_wait_s: float
+    finish: str | None = None
+
+
+def request_from(keys: dict[str, Any]) -> Request:
+    """A request from its JSON form."""
+    lists = {name: tuple(keys[name]) for name in ("prompt", "stop_ids", "stop_texts")}
+    return Request(**{**keys, **lists, "sampling": Sampling(**keys["sampling"])})
+
+
+def check_request(request: Request, config: LaneConfig, capacity: int) -> None:
+    """Raises RequestError for a request that cannot be served."""
+    prompt, limit = request.prompt, min(capacity, config.max_position_embeddings)
+    if not prompt:
+        raise RequestError("the prompt is empty; give at least one token")
+    unknown = [i for i in prompt if not 0 <= i < config.vocab_size]
+    if unknown:
+        raise RequestError(f"the prompt holds ids {unknown[:5]} outside the vocabulary 0..{config.vocab_size - 1}")
+    if len(prompt) >= limit:
+        raise RequestError(f"the prompt has {len(prompt)} tokens, but with one to decode at most {limit - 1} fit")
+    if request.max_tokens < 1:
+        raise RequestError(f"max_tokens must be at least 1, got {request.max_tokens}")

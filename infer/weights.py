@@ -1,0 +1,175 @@
+"""One rank's weights, packed for decoding: its lanes only, query/key/value and gate/up fused, the head in lane slices.
+
+Shape suffixes: L lanes of this rank, D hidden, O and I a matrix's output and input, V vocabulary, C a lane's share
+of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laneformer.checkpoint import EMBEDDING, HEAD, Checkpoint
+from laneformer.config import LaneConfig
+from laneformer.model import Laneformer, check_lanes
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """A layer's matrices, lane first; head norms where the config has them."""
+
+    attention_norm_LD: Tensor
+    qkv_LOI: Tensor
+    out_LOI: Tensor
+    ffn_norm_LD: Tensor
+    gate_up_LOI: Tensor
+    down_LOI: Tensor
+    q_norm_E: Tensor | None = None
+    k_norm_E: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RankWeights:
+    """What a rank holds: the whole embedding, its lanes of every layer, the final norm, its lanes' slices of the head.
+
+    `head_L` has one matrix a lane: [C, D] rows of the vocabulary (C the same for all lanes, zero rows fill the last),
+    or [V, D] the lane's columns of a `lane` head. Raises CheckpointError as Checkpoint does.
+    """
+
+    config: LaneConfig
+    lanes: tuple[int, ...]
+    embedding_VD: Tensor
+    layers: tuple[LayerWeights, ...]
+    norm_LD: Tensor
+    head_L: tuple[Tensor, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the matrices."""
+        return self.embedding_VD.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held by this rank, shared storage counted once."""
+        tensors = [self.embedding_VD, self.norm_LD, *self.head_L]
+        tensors += [t for layer in self.layers for t in vars(layer).values() if t is not None]
+        return sum(s.nbytes() for s in {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}.values())
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes of weights that decoding one token reads on this rank: all but the embedding table."""
+        tensors = [t for layer in self.layers for t in vars(layer).values() if t is not None]
+        return sum(t.numel() * t.element_size() for t in [*tensors, self.norm_LD, *self.head_L])
+
+    @classmethod
+    def load(
+        cls, folder: str | os.PathLike, lanes: Sequence[int] | None = None, dtype: torch.dtype | None = None
+    ) -> RankWeights:
+        """Reads only the bytes of `lanes` from a checkpoint folder, one layer at a time, straight into packed form."""
+        checkpoint = Checkpoint(folder)
+        config = checkpoint.config
+        held = check_lanes(config, lanes)
+        dtype = dtype or checkpoint.dtype
+        embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
+        embedding.copy_(checkpoint.tensor(EMBEDDING))
+        layers = tuple(_load_layer(checkpoint, i, held, dtype) for i in range(config.num_hidden_layers))
+        final = "model.norm.weight" if config.replicated_rmsn_scale or config.pre_norm_lane_agg else "model.norm.scale"
+        norm = _per_lane(dict(checkpoint.tensors([final], held))[final].to(dtype, copy=True), len(held))
+        head = tuple(_load_head(checkpoint, lane, dtype, embedding) for lane in held)
+        return cls(config, held, embedding, layers, norm, head)
+
+    @classmethod
+    def from_model(cls, model: Laneformer) -> RankWeights:
+        """The packed form of a model in memory that holds all its lanes."""
+        config = model.config
+        state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        layers = tuple(
+            _pack_layer({n.removeprefix(f"model.layers.{i}."): t for n, t in state.items() if f".layers.{i}." in n},
+                        config, config.num_lanes, model.model.tok_embeddings.weight.dtype)
+            for i in range(config.num_hidden_layers)
+        )  # fmt: skip
+        embedding = state[EMBEDDING]
+        norm = state["model.norm.weight"] if "model.norm.weight" in state else state["model.norm.scale"]
+        every = state.get("lm_head.linear.weight", state.get(HEAD, embedding))
+        head = tuple(_head_slice(every, config, lane) for lane in range(config.num_lanes))
+        return cls(config, model.lanes, embedding, layers, _per_lane(norm, config.num_lanes), head)
+
+
+def _load_layer(checkpoint: Checkpoint, index: int, lanes: tuple[int, ...], dtype: torch.dtype) -> LayerWeights:
+    at = f"model.layers.{index}."
+    names = [name for name in checkpoint.names if name.startswith(at)]
+    # The files are mapped for one layer only, so that what is read does not stay resident beside the copy.
+    parts = {name.removeprefix(at): tensor for name, tensor in checkpoint.tensors(names, lanes)}
+    return _pack_layer(parts, checkpoint.config, len(lanes), dtype)
+
+
+def _pack_layer(parts: dict[str, Tensor], config: LaneConfig, lanes: int, dtype: torch.dtype) -> LayerWeights:
+    kind = "weight" if config.replicated_rmsn_scale else "scale"
+
+    def fuse(*names: str) -> Tensor:
+        tensors = [parts.pop(name) for name in names]
+        rows = sum(t.shape[1] for t in tensors)
+        fused = torch.empty(lanes, rows, tensors[0].shape[2], dtype=dtype)
+        start = 0
+        for tensor in tensors:
+            fused[:, start : start + tensor.shape[1]].copy_(tensor)
+            start += tensor.shape[1]
+        return fused
+
+    norms = {name: parts[f"attention.{name}.weight"].to(dtype, copy=True)
+             for name in ("q_norm", "k_norm") if config.head_norms}  # fmt: skip
+    return LayerWeights(
+        attention_norm_LD=_per_lane(parts[f"attention_norm.{kind}"].to(dtype, copy=True), lanes),
+        qkv_LOI=fuse("attention.wq.weight", "attention.wk.weight", "attention.wv.weight"),
+        out_LOI=fuse("attention.wo.weight"),
+        ffn_norm_LD=_per_lane(parts[f"ffn_norm.{kind}"].to(dtype, copy=True), lanes),
+        gate_up_LOI=fuse("feed_forward.w1.weight", "feed_forward.w3.weight"),
+        down_LOI=fuse("feed_forward.w2.weight"),
+        q_norm_E=norms.get("q_norm"),
+        k_norm_E=norms.get("k_norm"),
+    )
+
+
+def _per_lane(norm: Tensor, lanes: int) -> Tensor:
+    """A norm's scale as [L, D], one row repeated without copying when all lanes share it."""
+    return norm if norm.dim() == 2 else norm.expand(lanes, -1)
+
+
+def lane_share(config: LaneConfig) -> int:
+    """Rows of the vocabulary that each lane's slice of the head has, the last one's filled up."""
+    return -(-config.vocab_size // config.num_lanes)
+
+
+def _load_head(checkpoint: Checkpoint, lane: int, dtype: torch.dtype, embedding_VD: Tensor) -> Tensor:
+    config = checkpoint.config
+    if config.tie_word_embeddings:
+        return _head_slice(embedding_VD, config, lane)
+    if config.lm_head_type == "lane":
+        columns = slice(lane * config.hidden_size, (lane + 1) * config.hidden_size)
+        part = checkpoint.tensor("lm_head.linear.weight", columns=columns)
+    elif config.lm_head_type == "vocab_parallel":
+        part = checkpoint.tensor(HEAD, rows=slice(lane, lane + 1))[0]
+    else:
+        share = lane_share(config)
+        part = checkpoint.tensor(HEAD, rows=slice(lane * share, min((lane + 1) * share, config.vocab_size)))
+    return _filled(torch.empty(part.shape, dtype=dtype).copy_(part), config)
+
+
+def _head_slice(every: Tensor, config: LaneConfig, lane: int) -> Tensor:
+    if config.lm_head_type == "lane":
+        return every[:, lane * config.hidden_size : (lane + 1) * config.hidden_size].contiguous()
+    rows = every.flatten(0, -2)
+    share = lane_share(config)
+    return _filled(rows[lane * share : (lane + 1) * share], config)
+
+
+def _filled(part: Tensor, config: LaneConfig) -> Tensor:
+    """A head slice with zero rows added up to every lane's share, so that all lanes multiply the same shape."""
+    missing = lane_share(config) - part.shape[0]
+    if config.lm_head_type == "lane" or missing <= 0:
+        return part
+    return torch.cat((part, part.new_zeros(missing, part.shape[1])))
