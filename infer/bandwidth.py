@@ -23,3 +23,14 @@ def read_weights(weights: RankWeights) -> float:
     for tensor in tensors:
         tensor.sum()
     return time.perf_counter() - began
+
+
+def measure_bandwidth(size: int = 512 << 20, rounds: int = 5) -> float:
+    """Bytes a second that this process reads from memory, the best of some rounds over `size` bytes."""
+    data = torch.ones(size // 8, dtype=torch.int64)
+    best = float("inf")
+    for _ in range(rounds):
+        began = time.perf_counter()
+        data.sum()
+        best = min(best, time.perf_counter() - began)
+    return size / best

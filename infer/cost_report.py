@@ -38,17 +38,20 @@ def cost_report(
     ranks: int | None = None,
     schedules: Sequence[str] = SCHEDULES,
     dtype: torch.dtype | str = "float16",
-    context: int = 1024,
+    context: int | None = None,
     measured_bandwidth: float | None = None,
     assumptions: Assumptions | None = None,
 ) -> dict[str, Any]:
     """Sizes, bytes, FLOPs, floors and predicted latencies of `config` on `machine_text` (8xh200, this, ...).
 
-    `ranks` is one per device, at most one per lane, unless given. `measured_bandwidth` in bytes a second is for the
-    machine `this`, where streaming is then assumed to reach it and barriers and sampling to be free. Raises
-    ValueError for an unknown machine, schedule or type, and for ranks or a context that cannot be.
+    `ranks` is one per device, at most one per lane, and `context` 1024 positions or as many as the model has, unless
+    given. `measured_bandwidth` in bytes a second is for the machine `this`, where streaming is then assumed to reach
+    it and barriers and sampling to be free. Raises ValueError for an unknown machine, schedule or type, and for ranks
+    or a context that cannot be.
     """
     machine = parse_machine(machine_text, measured_bandwidth)
+    if context is None:
+        context = min(1024, config.max_position_embeddings)
     if not 0 <= context <= config.max_position_embeddings:
         raise ValueError(f"context is {context}, expected 0..{config.max_position_embeddings} positions")
     if ranks is None:

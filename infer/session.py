@@ -38,6 +38,7 @@ class Session:
     def __init__(self, settings: RankSettings) -> None:
         self._group = RankGroup(settings)
         self.config, self.settings = self._group.config, settings
+        self.ranks, self.speaks = settings.ranks, True
 
     def __enter__(self) -> Session:
         self._group.__enter__()

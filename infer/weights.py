@@ -7,7 +7,7 @@ of it.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,10 +76,14 @@ class RankWeights:
         dtype = dtype or checkpoint.dtype
         embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
         embedding.copy_(checkpoint.tensor(EMBEDDING))
-        layers = tuple(_load_layer(checkpoint, i, held, dtype) for i in range(config.num_hidden_layers))
-        final = "model.norm.weight" if config.replicated_rmsn_scale or config.pre_norm_lane_agg else "model.norm.scale"
-        norm = _per_lane(dict(checkpoint.tensors([final], held))[final].to(dtype, copy=True), len(held))
+        # The largest tensors come first: while one is copied, its bytes are resident twice.
         head = tuple(_load_head(checkpoint, lane, dtype, embedding) for lane in held)
+        layers = tuple(
+            _pack_layer(lambda name, i=i: checkpoint.tensor(f"model.layers.{i}.{name}", held), config, len(held), dtype)
+            for i in range(config.num_hidden_layers)
+        )
+        final = "model.norm.weight" if config.replicated_rmsn_scale or config.pre_norm_lane_agg else "model.norm.scale"
+        norm = _per_lane(checkpoint.tensor(final, held).to(dtype, copy=True), len(held))
         return cls(config, held, embedding, layers, norm, head)
 
     @classmethod
@@ -87,50 +91,44 @@ class RankWeights:
         """The packed form of a model in memory that holds all its lanes."""
         config = model.config
         state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-        layers = tuple(
-            _pack_layer({n.removeprefix(f"model.layers.{i}."): t for n, t in state.items() if f".layers.{i}." in n},
-                        config, config.num_lanes, model.model.tok_embeddings.weight.dtype)
-            for i in range(config.num_hidden_layers)
-        )  # fmt: skip
         embedding = state[EMBEDDING]
+        layers = tuple(
+            _pack_layer(lambda name, i=i: state[f"model.layers.{i}.{name}"], config, config.num_lanes, embedding.dtype)
+            for i in range(config.num_hidden_layers)
+        )
         norm = state["model.norm.weight"] if "model.norm.weight" in state else state["model.norm.scale"]
         every = state.get("lm_head.linear.weight", state.get(HEAD, embedding))
         head = tuple(_head_slice(every, config, lane) for lane in range(config.num_lanes))
         return cls(config, model.lanes, embedding, layers, _per_lane(norm, config.num_lanes), head)
 
 
-def _load_layer(checkpoint: Checkpoint, index: int, lanes: tuple[int, ...], dtype: torch.dtype) -> LayerWeights:
-    at = f"model.layers.{index}."
-    names = [name for name in checkpoint.names if name.startswith(at)]
-    # The files are mapped for one layer only, so that what is read does not stay resident beside the copy.
-    parts = {name.removeprefix(at): tensor for name, tensor in checkpoint.tensors(names, lanes)}
-    return _pack_layer(parts, checkpoint.config, len(lanes), dtype)
+def _pack_layer(read: Callable[[str], Tensor], config: LaneConfig, lanes: int, dtype: torch.dtype) -> LayerWeights:
+    """A layer's packed weights; `read` gives a tensor by its name within the layer, let go once copied."""
 
+    def copy(name: str) -> Tensor:
+        return read(name).to(dtype, copy=True)
 
-def _pack_layer(parts: dict[str, Tensor], config: LaneConfig, lanes: int, dtype: torch.dtype) -> LayerWeights:
-    kind = "weight" if config.replicated_rmsn_scale else "scale"
-
-    def fuse(*names: str) -> Tensor:
-        tensors = [parts.pop(name) for name in names]
-        rows = sum(t.shape[1] for t in tensors)
-        fused = torch.empty(lanes, rows, tensors[0].shape[2], dtype=dtype)
-        start = 0
-        for tensor in tensors:
+    def fuse(*names: str, rows: int, columns: int) -> Tensor:
+        fused, start = torch.empty(lanes, rows, columns, dtype=dtype), 0
+        for name in names:
+            tensor = read(name)
             fused[:, start : start + tensor.shape[1]].copy_(tensor)
             start += tensor.shape[1]
         return fused
 
-    norms = {name: parts[f"attention.{name}.weight"].to(dtype, copy=True)
-             for name in ("q_norm", "k_norm") if config.head_norms}  # fmt: skip
+    kind = "weight" if config.replicated_rmsn_scale else "scale"
+    hidden, units = config.hidden_size, config.intermediate_size // config.num_lanes
+    heads = config.num_attention_heads * config.head_size // config.num_lanes
+    kv_rows = config.kv_heads * config.head_size // config.num_lanes
     return LayerWeights(
-        attention_norm_LD=_per_lane(parts[f"attention_norm.{kind}"].to(dtype, copy=True), lanes),
-        qkv_LOI=fuse("attention.wq.weight", "attention.wk.weight", "attention.wv.weight"),
-        out_LOI=fuse("attention.wo.weight"),
-        ffn_norm_LD=_per_lane(parts[f"ffn_norm.{kind}"].to(dtype, copy=True), lanes),
-        gate_up_LOI=fuse("feed_forward.w1.weight", "feed_forward.w3.weight"),
-        down_LOI=fuse("feed_forward.w2.weight"),
-        q_norm_E=norms.get("q_norm"),
-        k_norm_E=norms.get("k_norm"),
+        attention_norm_LD=_per_lane(copy(f"attention_norm.{kind}"), lanes),
+        qkv_LOI=fuse(*(f"attention.w{n}.weight" for n in "qkv"), rows=heads + 2 * kv_rows, columns=hidden),
+        out_LOI=fuse("attention.wo.weight", rows=hidden, columns=heads),
+        ffn_norm_LD=_per_lane(copy(f"ffn_norm.{kind}"), lanes),
+        gate_up_LOI=fuse("feed_forward.w1.weight", "feed_forward.w3.weight", rows=2 * units, columns=hidden),
+        down_LOI=fuse("feed_forward.w2.weight", rows=hidden, columns=units),
+        q_norm_E=copy("attention.q_norm.weight") if config.head_norms else None,
+        k_norm_E=copy("attention.k_norm.weight") if config.head_norms else None,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,26 +169,27 @@ class Checkpoint:
         """Bytes of the tensor files."""
         return sum(file.stat().st_size for file in set(self._files.values()))
 
-    def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        """A whole tensor, or some rows (first dimension) or columns (second) of it."""
+    def tensor(
+        self,
+        name: str,
+        lanes: Sequence[int] | None = None,
+        rows: slice | None = None,
+        columns: slice | None = None,
+    ) -> Tensor:
+        """A whole tensor, or `lanes` of it where it has a lane axis, or rows (first dimension), or columns (second).
+
+        The file is mapped for this one tensor only, so that what was read does not stay resident beside its copy.
+        """
         with self._open(self._files[name]) as handle:
             part = handle.get_slice(name)
             if columns is not None:
                 return part[:, columns]
-            return part[:] if rows is None else part[rows]
+            return self._lanes_of(part, name, lanes) if rows is None else part[rows]
 
     def tensors(self, names: Sequence[str], lanes: Sequence[int] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of several names in order, with only `lanes` of those that have a lane axis.
-
-        Files are mapped while the iterator runs and unmapped at its end.
-        """
-        with ExitStack() as stack:
-            handles: dict[Path, Any] = {}
-            for name in names:
-                file = self._files[name]
-                if file not in handles:
-                    handles[file] = stack.enter_context(self._open(file))
-                yield name, self._lanes_of(handles[file].get_slice(name), name, lanes)
+        """(name, tensor) of several names in order, with only `lanes` of those that have a lane axis."""
+        for name in names:
+            yield name, self.tensor(name, lanes)
 
     def _lanes_of(self, part: Any, name: str, lanes: Sequence[int] | None) -> Tensor:
         if lanes is None or not has_lane_axis(name, self.config):

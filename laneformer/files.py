@@ -16,10 +16,14 @@ def replace_files(writers: Mapping[Path, Writer]) -> None:
 
     When a writer fails, every path holds what it held before and nothing else is left.
     """
+    umask = os.umask(0)
+    os.umask(umask)
     beside = {path: path.with_name(f".{path.name}.{os.getpid()}.partial") for path in writers}
     try:
         for path, write in writers.items():
             write(beside[path])
+            # Some writers create files for their owner alone; a checkpoint is as readable as any other file.
+            beside[path].chmod(0o666 & ~umask)
             with open(beside[path], "rb+") as handle:
                 os.fsync(handle.fileno())
         for path in writers:
