@@ -7,9 +7,11 @@ machine. Shape suffixes: R ranks, n tokens.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from laneformer.infer.ranks import RankSettings
 from laneformer.infer.reference import Verdict, gate_tokens, judge, reference_logits
 from laneformer.infer.request import Request, RequestError
 from laneformer.infer.session import Session, Timing
+from laneformer.infer.tokenizer import Text
 
 BASELINE = "tensor-parallel"
 # Tokens decoded once per variant before the rounds, not measured.
@@ -42,6 +45,7 @@ class BenchSettings:
     exchange: str = "mailbox"
     against: tuple[str, ...] = ()
     threads: int | None = None
+    prompt_file: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("prompt_tokens", 1), ("new_tokens", 2), ("rounds", 1)):
@@ -105,8 +109,7 @@ class Bench:
         self.notes: list[str] = []
         self._peers: Peers | None = None
         self._resources = ExitStack()
-        rng = np.random.default_rng(1)
-        self.prompt = tuple(int(i) for i in rng.integers(0, self.config.vocab_size, settings.prompt_tokens))
+        self.prompt = bench_prompt(settings, self.config)
 
     def __enter__(self) -> Bench:
         try:
@@ -154,7 +157,7 @@ class Bench:
         wanted = list(dict.fromkeys([*self.settings.schedules, *([BASELINE] if self._peers else [])]))
         for schedule in wanted:
             self.say(f"checking {schedule} against the reference")
-            expected, name = reference_logits(self.settings.folder, tokens, schedule)
+            expected, name = reference_logits(self.settings.folder, tokens, schedule, self.dtype)
             for ranks, session in self.sessions.items():
                 if schedule in self.settings.schedules:
                     logits = session.logits(tokens, schedule, len(tokens) // 2)
@@ -218,10 +221,23 @@ class GateError(RuntimeError):
     """A runner's logits are wrong, so its speed means nothing."""
 
 
+def bench_prompt(settings: BenchSettings, config: LaneConfig) -> tuple[int, ...]:
+    """The first `prompt_tokens` tokens of the prompt file, or random ids, the same every time, without one."""
+    count = settings.prompt_tokens
+    if settings.prompt_file is None:
+        return tuple(int(i) for i in np.random.default_rng(1).integers(0, config.vocab_size, count))
+    try:
+        text = Path(settings.prompt_file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"the prompt file cannot be read: {error}") from None
+    ids = Text.from_folder(settings.folder).encode(text)
+    if len(ids) < count:
+        raise RequestError(f"{settings.prompt_file} has {len(ids)} tokens, fewer than the prompt's {count}")
+    return tuple(ids[:count])
+
+
 def usable_cores() -> int:
     """Cores this process may run on."""
-    import os
-
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

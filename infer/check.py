@@ -20,13 +20,13 @@ def run_check(
 ) -> dict[str, Any]:
     """Compares the whole prompt in prefill, then half prefill and half decode; prints and returns the verdict."""
     config = LaneConfig.from_pretrained(folder)
+    dtype = settings["dtype"] or config.torch_dtype
     if expected is not None:
         tokens, wanted = expected_file(expected)
         reference = expected.name
     else:
         tokens = gate_tokens(config, CHECK_TOKENS)
-        wanted, reference = reference_logits(folder, tokens, schedule)
-    dtype = settings["dtype"] or config.torch_dtype
+        wanted, reference = reference_logits(folder, tokens, schedule, dtype)
     verdicts = {}
     with Session(RankSettings(str(folder), capacity=len(tokens), **settings)) as session:
         for note in session.notes:

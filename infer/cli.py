@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from laneformer.infer.cli_support import (
+    check_dtype,
+    checkpoint_of,
+    friendly_errors,
+    messages,
+    progress_bar,
+    write_json,
+)
 from laneformer.infer.limits import WAIT_LIMIT_S
 
 app = typer.Typer(
@@ -25,7 +28,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Decode lane models, check them, and measure their speed against standard tensor parallelism.",
 )
-messages = Console(stderr=True)
 
 Folder = Annotated[Path, typer.Argument(help="Checkpoint folder: config.json and safetensors.", show_default=False)]
 Ranks = Annotated[int, typer.Option(help="Rank processes; must divide the lanes.", min=1)]
@@ -37,7 +39,6 @@ ExchangeName = Annotated[str, typer.Option(help="mailbox (shared memory), gloo o
 DType = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; the checkpoint's own by default.")]
 Threads = Annotated[int | None, typer.Option(help="Threads a rank; cores are shared equally by default.", min=1)]
 WaitLimit = Annotated[float, typer.Option(help="Seconds a rank may wait or stand still before the run is ended.")]
-DTYPES = ("float32", "float16", "bfloat16")
 
 
 @app.command()
@@ -142,6 +143,7 @@ def bench(
     schedules: Annotated[str, typer.Option(help="Sync schedules.")] = "tensor-parallel,delayed:4,ladder,silent",
     link_latency: Annotated[str, typer.Option(help="Emulated link latencies, microseconds.")] = "0",
     prompt_tokens: Annotated[int, typer.Option(help="Tokens in.")] = 64,
+    prompt_file: Annotated[Path | None, typer.Option(help="Text whose first tokens go in; random ids without.")] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens out.")] = 64,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 5,
     dtype: DType = None,
@@ -178,6 +180,7 @@ def bench(
             exchange=exchange,
             against=parse_list(against, str, "--against") if against else (),
             threads=threads,
+            prompt_file=None if prompt_file is None else str(prompt_file),
         )
         task = bar.add_task("starting", total=None)
         result = run_bench(
@@ -228,67 +231,6 @@ def cost(
         print_cost(report, Console())
         if json_file is not None:
             write_json(report, json_file)
-
-
-def check_dtype(dtype: str | None) -> None:
-    """Raises ValueError for a type that decoding does not know."""
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"no dtype {dtype!r}; there are {', '.join(DTYPES)}")
-
-
-@contextmanager
-def checkpoint_of(folder: Path | None, preset: str | None) -> Iterator[Path]:
-    """The folder given, or a temporary one with random weights of a preset."""
-    if (folder is None) == (preset is None):
-        raise ValueError("give a checkpoint folder or --preset, one of them")
-    if folder is not None:
-        yield folder
-        return
-    from laneformer.config import LaneConfig
-    from laneformer.random_weights import write_random_checkpoint
-
-    with tempfile.TemporaryDirectory(prefix="laneformer-") as scratch:
-        write_random_checkpoint(LaneConfig.preset(preset or ""), scratch)
-        yield Path(scratch)
-
-
-@contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """A bar on standard error, silent where that is not a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=messages, disable=not messages.is_terminal, transient=True) as bar:
-        yield bar
-
-
-def write_json(document: dict[str, Any], path: Path) -> None:
-    """One JSON document in a file, or as the last line of standard output for `-`."""
-    from laneformer.files import write_text
-
-    if str(path) == "-":
-        print(json.dumps(document), flush=True)
-    else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(document, indent=1) + "\n")
-
-
-@contextmanager
-def friendly_errors() -> Iterator[None]:
-    """A user's mistake is one line and exit code 2; a failed run is one line and exit code 1."""
-    from laneformer.infer.bench import GateError
-    from laneformer.infer.peers import PeerError
-    from laneformer.infer.ranks import RankError
-
-    try:
-        yield
-    except ValueError as error:
-        messages.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
-    except (RankError, GateError, PeerError, OSError) as error:
-        messages.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        messages.print("stopped")
-        raise typer.Exit(130) from None
 
 
 def main() -> None:

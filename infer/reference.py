@@ -43,18 +43,23 @@ def judge(logits_SV: np.ndarray, expected_SV: np.ndarray, dtype: str, reference:
     return Verdict(worst if np.isfinite(worst) else float("inf"), TOLERANCE[dtype], reference)
 
 
-def reference_logits(folder: str | os.PathLike, tokens: tuple[int, ...], schedule: str) -> tuple[np.ndarray, str]:
-    """Logits [S, V] of the reference model, and the name of its type."""
+def reference_logits(
+    folder: str | os.PathLike, tokens: tuple[int, ...], schedule: str, dtype: str
+) -> tuple[np.ndarray, str]:
+    """Logits [S, V] of the reference model, and the name of its type.
+
+    The weights are first rounded to `dtype`, as the runner has them, so that only its arithmetic is judged.
+    """
     import torch
 
     from laneformer.cost import count_parameters
     from laneformer.model import Laneformer
 
     large = count_parameters(LaneConfig.from_pretrained(folder)).total > FLOAT64_PARAMETERS
-    dtype = torch.float32 if large else torch.float64
-    model = Laneformer.from_pretrained(folder, dtype=dtype, schedule=schedule)
+    wide = torch.float32 if large else torch.float64
+    model = Laneformer.from_pretrained(folder, dtype=getattr(torch, dtype), schedule=schedule).to(wide)
     with torch.inference_mode():
-        return model(torch.tensor([tokens]))[0].numpy(), str(dtype).removeprefix("torch.")
+        return model(torch.tensor([tokens]))[0].numpy(), str(wide).removeprefix("torch.")
 
 
 def expected_file(path: str | os.PathLike) -> tuple[tuple[int, ...], np.ndarray]:

@@ -11,7 +11,7 @@ from .model import Laneformer
 
 
 def write_random_checkpoint(config: LaneConfig, folder: str | os.PathLike, seed: int = 0) -> None:
-    """Writes a checkpoint of `config` as the published code initialises it, in the config's type; same seed, same bytes."""
+    """Writes a checkpoint of `config`, initialised as the published code does, in its type; same seed, same bytes."""
     state = torch.random.get_rng_state()
     try:
         torch.manual_seed(seed)

@@ -1,0 +1,19 @@
+"""What the whole suite shares: one thread a process, and where the golden checkpoints lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Tiny models run fastest on one thread, and sums keep one order."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """The folder of golden checkpoints."""
+    return Path(__file__).parent / "golden"
