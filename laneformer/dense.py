@@ -33,7 +33,7 @@ except ImportError as error:
 
 from .checkpoint import EMBEDDING, HEAD, Checkpoint
 from .config import LaneConfig, RopeScaling
-from .hf import rope_parameters
+from .hf_export import rope_parameters
 from .model import Laneformer
 from .ops import tree_sum
 from .schedule import Landing, Own, Schedule

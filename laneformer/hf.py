@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .config import LaneConfig
 from .config_json import BOOKKEEPING
-from .hf_export import export
+from .hf_export import export, rope_parameters
 from .lanes import InProcess
 from .model import Laneformer, final_streams
 from .modules import Head, LaneNorm, LaneWeight
@@ -46,7 +46,9 @@ __all__ = ["LaneformerConfig", "LaneformerForCausalLM", "export"]
 THEIRS = BOOKKEEPING | {
     "dtype", "torch_dtype", "num_labels", "experts_implementation", "quantization_config", "per_layer_config",
 }  # fmt: skip
-# The name transformers has for these two, and the form it has them in, differ from the published one.
+# Bytes that PyTorch's own storage on a CPU is aligned to.
+ALIGNMENT = 64
+# Fields that transformers keeps under names or in forms of its own.
 RENAMED = ("rope_theta", "rope_scaling", "torch_dtype")
 # transformers is renaming past_key_values to cache: older releases of 5 have the one, newer ones the other.
 CACHE_FIELD = "cache" if "cache" in {f.name for f in dataclasses.fields(CausalLMOutputWithPast)} else "past_key_values"
@@ -89,13 +91,6 @@ class LaneformerConfig(PreTrainedConfig):
         """Each layer's kind of attention, by which transformers sizes its caches; a property, so never saved."""
         kinds = ("full_attention", "sliding_attention")
         return [kinds[i in self.swa_layers] for i in range(self.num_hidden_layers)]
-
-
-def rope_parameters(config: LaneConfig) -> dict[str, Any]:
-    """The rope block of transformers 5: rope_type, rope_theta and, for llama3, the scaling's four numbers."""
-    if config.rope_scaling is None:
-        return {"rope_type": "default", "rope_theta": config.rope_theta}
-    return {"rope_type": "llama3", "rope_theta": config.rope_theta, **dataclasses.asdict(config.rope_scaling)}
 
 
 class HFView(View):
@@ -171,6 +166,20 @@ class LaneformerForCausalLM(PreTrainedModel, GenerationMixin):
             # The head reads the embedding and has no weight of its own; a file may hold a copy of it.
             self._keys_to_ignore_on_load_unexpected = [r"^lm_head\.weight$"]
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' own; on a CPU the weights are then copied out of the mapped file.
+
+        A matrix product's last bits depend on where in memory its operands begin, and in a file that depends on the
+        length of the header: the same weights give the same bits only from storage of their own.
+        """
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        for parameter in model.parameters():
+            if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNMENT:
+                parameter.data = parameter.data.clone()
+        return loaded
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, LaneWeight | LaneNorm | Head):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint import Checkpoint, save_checkpoint
+from .config import LaneConfig
 from .files import Writer, replace_files, text_writer
 
 AUTO_MAP = {"AutoConfig": "hf.LaneformerConfig", "AutoModelForCausalLM": "hf.LaneformerForCausalLM"}
@@ -47,9 +49,24 @@ def export(
         writers = {out / name: _copy_of(file) for name, file in files.items()}
         replace_files({**writers, out / "generation_config.json": text_writer(generation)})
     save_checkpoint(config, dict(checkpoint.tensors(checkpoint.names)), out, max_shard_size)
-    keys = {**config.to_dict(), "auto_map": AUTO_MAP}
-    replace_files({out / "config.json": text_writer(json.dumps(keys, indent=2) + "\n")})
+    replace_files({out / "config.json": text_writer(json.dumps(_config_keys(config), indent=2) + "\n")})
     return out
+
+
+def _config_keys(config: LaneConfig) -> dict[str, Any]:
+    """The keys of config.json with the code's classes, and rope in the form of transformers 5.
+
+    The older form makes AutoTokenizer fail where it may not run the code, as it then reads rope_scaling by itself.
+    """
+    keys = {key: value for key, value in config.to_dict().items() if key not in ("rope_theta", "rope_scaling")}
+    return {**keys, "rope_parameters": rope_parameters(config), "auto_map": AUTO_MAP}
+
+
+def rope_parameters(config: LaneConfig) -> dict[str, Any]:
+    """The rope block of transformers 5: rope_type, rope_theta and, for llama3, the scaling's four numbers."""
+    if config.rope_scaling is None:
+        return {"rope_type": "default", "rope_theta": config.rope_theta}
+    return {"rope_type": "llama3", "rope_theta": config.rope_theta, **dataclasses.asdict(config.rope_scaling)}
 
 
 def _copy_of(file: Path) -> Writer:
