@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -52,6 +53,9 @@ class CompiledLoop:
 
     def __init__(self, model: Any, capacity: int) -> None:
         self.model, self.capacity = model, capacity
+        # Newer releases of transformers have another name for the same argument.
+        renamed = "cache" in inspect.signature(model.forward).parameters
+        self._cache_name = "cache" if renamed else "past_key_values"
         self._step: Callable[..., Any] = torch.compile(model.forward, dynamic=False, fullgraph=True)
 
     def times(self, prompt: Sequence[int], count: int) -> list[float]:
@@ -61,14 +65,14 @@ class CompiledLoop:
         times = []
         ids = torch.tensor([list(prompt)])
         began = time.perf_counter()
-        cache = StaticCache(config=self.model.config, max_cache_len=self.capacity)
+        cache = {self._cache_name: StaticCache(config=self.model.config, max_cache_len=self.capacity)}
         with torch.inference_mode():
-            logits = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            logits = self.model(ids, **cache, use_cache=True, logits_to_keep=1).logits
             token = logits[:, -1:].argmax(-1)
             times.append(time.perf_counter() - began)
             position = torch.tensor([[len(prompt)]])
             for _ in range(count - 1):
-                logits = self._step(token, position_ids=position, past_key_values=cache, use_cache=True).logits
+                logits = self._step(token, position_ids=position, **cache, use_cache=True).logits
                 token = logits[:, -1:].argmax(-1)
                 position = position + 1
                 times.append(time.perf_counter() - began)

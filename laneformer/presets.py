@@ -20,7 +20,8 @@ _2B: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 
-# 151 M parameters in 16 bits: far more than a last-level cache, so that decoding streams memory as the 2B does.
+# 151 M parameters in 16 bits: far more than a last-level cache, so that decoding streams memory as the 2B does. A lane
+# for each of two cores.
 _SMALL: dict[str, Any] = {
     "hidden_size": 1024,
     "num_hidden_layers": 8,
@@ -29,7 +30,7 @@ _SMALL: dict[str, Any] = {
     "intermediate_size": 4096,
     "vocab_size": 12288,
     "max_position_embeddings": 4096,
-    "num_lanes": 4,
+    "num_lanes": 2,
     "broadcast_delay": 2,
     "torch_dtype": "float16",
 }

@@ -88,11 +88,8 @@ def test_a_file_imports_only_what_its_place_allows(path: Path) -> None:
         elif package in OPTIONAL:
             allowed = OPTIONAL[package]
             assert any(relative.startswith(place) for place in allowed), f"{relative} imports {name}"
-            assert (
-                not top
-                or relative in ("laneformer/hf.py", "laneformer/hf_export.py")
-                or relative.startswith(("train/", "kernels/"))
-            ), f"{relative} imports {name} at its top"
+            optional = relative in WHOLLY_OPTIONAL or relative.startswith(("train/", "kernels/"))
+            assert optional or not top, f"{relative} imports {name} at its top"
         elif package not in sys.stdlib_module_names:
             assert package in BARE or relative.startswith("train/"), f"{relative} imports {name}, in no extra"
 
