@@ -7,6 +7,7 @@ machine. Shape suffixes: R ranks, n tokens.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -51,8 +52,9 @@ class BenchSettings:
         for name, least in (("prompt_tokens", 1), ("new_tokens", 2), ("rounds", 1)):
             if getattr(self, name) < least:
                 raise RequestError(f"{name.replace('_', ' ')} must be at least {least}, got {getattr(self, name)}")
-        if any(latency < 0 for latency in self.latencies_us):
-            raise RequestError(f"a link latency cannot be negative, got {min(self.latencies_us)}")
+        for latency in self.latencies_us:
+            if not 0 <= latency < math.inf:
+                raise RequestError(f"a link latency must be 0 us or above, got {latency}")
         unknown = [peer for peer in self.against if peer not in PEERS]
         if unknown:
             raise RequestError(f"no peer {unknown[0]!r}; there are {', '.join(PEERS)}")
@@ -103,6 +105,9 @@ class Bench:
     def __init__(self, settings: BenchSettings, say: Callable[[str], None] = lambda text: None) -> None:
         self.settings, self.say = settings, say
         self.config = LaneConfig.from_pretrained(settings.folder)
+        needed, limit = settings.prompt_tokens + settings.new_tokens, self.config.max_position_embeddings
+        if needed > limit:
+            raise RequestError(f"{needed} tokens in and out were asked for, but the model has {limit} positions")
         self.samples: dict[Variant, Samples] = {}
         self.gates: dict[str, Verdict] = {}
         self.sessions: dict[int, Session] = {}
@@ -126,7 +131,7 @@ class Bench:
         settings = self.settings
         capacity = settings.prompt_tokens + settings.new_tokens
         # The static cache of every runner, peers too, has the same size.
-        capacity = min(-(-capacity // 64) * 64, max(self.config.max_position_embeddings, capacity))
+        capacity = min(-(-capacity // 64) * 64, self.config.max_position_embeddings)
         self.capacity = capacity
         schedules = tuple(dict.fromkeys((*settings.schedules, "checkpoint")))
         for ranks in settings.ranks:

@@ -139,6 +139,7 @@ def bench(
         Path | None, typer.Argument(help="Checkpoint folder; or give --preset.", show_default=False)
     ] = None,
     preset: Annotated[str | None, typer.Option(help="Random weights of a named size: small, demo, 2b.")] = None,
+    lanes: Annotated[int | None, typer.Option(help="Lanes of the preset, if not its own number.", min=1)] = None,
     ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2",
     schedules: Annotated[str, typer.Option(help="Sync schedules.")] = "tensor-parallel,delayed:4,ladder,silent",
     link_latency: Annotated[str, typer.Option(help="Emulated link latencies, microseconds.")] = "0",
@@ -164,7 +165,7 @@ def bench(
     from laneformer.infer.figure import check_figure_path, draw
     from laneformer.infer.report import print_table
 
-    with friendly_errors(), checkpoint_of(folder, preset) as path, progress_bar() as bar:
+    with friendly_errors(), checkpoint_of(folder, preset, lanes) as path, progress_bar() as bar:
         check_dtype(dtype)
         figure_path = None if figure is None else check_figure_path(figure)
         settings = BenchSettings(

@@ -24,18 +24,21 @@ def check_dtype(dtype: str | None) -> None:
 
 
 @contextmanager
-def checkpoint_of(folder: Path | None, preset: str | None) -> Iterator[Path]:
+def checkpoint_of(folder: Path | None, preset: str | None, lanes: int | None = None) -> Iterator[Path]:
     """The folder given, or a temporary one with random weights of a preset."""
     if (folder is None) == (preset is None):
         raise ValueError("give a checkpoint folder or --preset, one of them")
     if folder is not None:
+        if lanes is not None:
+            raise ValueError("--lanes goes with --preset; a checkpoint has its own number of lanes")
         yield folder
         return
     from laneformer.config import LaneConfig
     from laneformer.random_weights import write_random_checkpoint
 
     with tempfile.TemporaryDirectory(prefix="laneformer-") as scratch:
-        write_random_checkpoint(LaneConfig.preset(preset or ""), scratch)
+        config = LaneConfig.preset(preset or "")
+        write_random_checkpoint(config if lanes is None else config.replace(num_lanes=lanes), scratch)
         yield Path(scratch)
 
 

@@ -4,27 +4,26 @@ A matrix-vector product is written as four sums over row blocks: the compiler ma
 memory faster than one (experiments/001). Vectors stay in float32 between the kernels, whatever the weights' type.
 Each module is compiled once for one lane and called for every lane, so all ranks run the same machine code.
 
-Shape suffixes: D hidden, O and I a matrix's output and input, H query heads of a lane, K key-value heads of a lane,
-G query heads per key-value head, T cached positions, E head size, F feed-forward width of a lane.
+Shape suffixes: C a lane's share of the vocabulary, D hidden, O and I a matrix's output and input, H query heads of a
+lane, K key-value heads of a lane, G query heads per key-value head, T cached positions, E head size, F feed-forward
+width of a lane, V vocabulary.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
 
 from laneformer import ops
 from laneformer.cache import ring_positions
 from laneformer.infer.exchange import RankExchange
-from laneformer.infer.runners import RUNNERS, EagerRunner
+from laneformer.infer.runners import EagerRunner
+from laneformer.infer.token_loop import LaneSteps, TokenLoop
 from laneformer.infer.weights import RankWeights
-from laneformer.lanes import run_schedule
 from laneformer.schedule import Schedule
 
 ROW_BLOCKS = 4
@@ -80,8 +79,10 @@ def attention(
     return matvec(in_memory(out_KGE.flatten()), out_OI)
 
 
-def feed_forward(x_D: Tensor, norm_D: Tensor, gate_up_OI: Tensor, down_OI: Tensor, eps: float) -> Tensor:
-    """A lane's feed-forward partial [D] for one token."""
+def feed_forward(
+    x_D: Tensor, cos_E: Tensor, sin_E: Tensor, norm_D: Tensor, gate_up_OI: Tensor, down_OI: Tensor, eps: float
+) -> Tensor:
+    """A lane's feed-forward partial [D] for one token; the angles are attention's and go unused."""
     gate_F, up_F = matvec(norm(x_D, norm_D, eps), gate_up_OI).chunk(2)
     return matvec(in_memory(F.silu(gate_F) * up_F), down_OI)
 
@@ -109,44 +110,47 @@ class CompiledRunner(EagerRunner):
         super().__init__(weights, exchange, capacity)
         self._compiled: dict[Any, Callable[..., Tensor]] = {}
         self._position_1 = torch.zeros(1, dtype=torch.int64)
-        forward, lanes = self.forward, range(len(weights.lanes))
+        self._loops: dict[Schedule, TokenLoop] = {}
         with torch.inference_mode():
-            self._modules = [
-                [self._attention(i // 2, lane) if i % 2 == 0 else self._feed_forward(i // 2, lane) for lane in lanes]
-                for i in range(forward.modules)
+            layers, lanes = range(self.config.num_hidden_layers), range(len(weights.lanes))
+            modules = [
+                [make(i, lane) for lane in lanes] for i in layers for make in (self._attention, self._feed_forward)
             ]
-            self._head = [self._matvec(weight) for weight in weights.head_L]
+            final = weights.norm_LD[:1] if self.config.pre_norm_lane_agg else weights.norm_LD
+            norms = [self._bind(norm, (self._x_D,), weight_D, self.config.norm_eps) for weight_D in final]
+            products = [self._bind(matvec, (self._x_D,), weight_CD) for weight_CD in weights.head_L]
+        self._steps = LaneSteps(modules, norms, products)
         self.reset()
 
-    def _kernel(self, function: Callable[..., Tensor], *args: Any) -> Callable[..., Tensor]:
-        """The compiled form for the shapes of `args`, compiled at first need."""
+    def _bind(self, function: Callable[..., Tensor], given: tuple[Tensor, ...], *fixed: Any) -> Callable[..., Tensor]:
+        """`function` of what is `given` at every call, compiled for these shapes, its other arguments fixed."""
+        args = (*given, *fixed)
         key = (function, *((a.shape, a.dtype) if isinstance(a, Tensor) else a for a in args))
         if key not in self._compiled:
             self._compiled[key] = compile_function(function, args)
-        return self._compiled[key]
+        kernel = self._compiled[key]
+        return lambda *given: kernel(*given, *fixed)
 
-    def _attention(self, layer: int, lane: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        forward, weights = self.forward, self.forward.weights.layers[layer]
-        fixed = (
-            weights.attention_norm_LD[lane], weights.qkv_LOI[lane], weights.out_LOI[lane], weights.q_norm_E,
-            weights.k_norm_E, forward.cache.k[layer][lane, 0], forward.cache.v[layer][lane, 0], self._position_1,
+    @property
+    def _x_D(self) -> Tensor:
+        return torch.zeros(self.config.hidden_size)
+
+    @property
+    def _given(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self._x_D, self.forward.cos_TE[0], self.forward.sin_TE[0]
+
+    def _attention(self, layer: int, lane: int) -> Callable[..., Tensor]:
+        weights, cache = self.forward.weights.layers[layer], self.forward.cache
+        return self._bind(
+            attention, self._given, weights.attention_norm_LD[lane], weights.qkv_LOI[lane], weights.out_LOI[lane],
+            weights.q_norm_E, weights.k_norm_E, cache.k[layer][lane, 0], cache.v[layer][lane, 0], self._position_1,
             self.config.norm_eps,
         )  # fmt: skip
-        x_D = torch.zeros(self.config.hidden_size)
-        kernel = self._kernel(attention, x_D, forward.cos_TE[0], forward.sin_TE[0], *fixed)
-        return lambda x_D, cos_E, sin_E: kernel(x_D, cos_E, sin_E, *fixed)
 
-    def _feed_forward(self, layer: int, lane: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def _feed_forward(self, layer: int, lane: int) -> Callable[..., Tensor]:
         weights = self.forward.weights.layers[layer]
-        fixed = (
-            weights.ffn_norm_LD[lane], weights.gate_up_LOI[lane], weights.down_LOI[lane], self.config.norm_eps
-        )  # fmt: skip
-        kernel = self._kernel(feed_forward, torch.zeros(self.config.hidden_size), *fixed)
-        return lambda x_D, cos_E, sin_E: kernel(x_D, *fixed)
-
-    def _matvec(self, weight_OI: Tensor) -> Callable[[Tensor], Tensor]:
-        kernel = self._kernel(matvec, torch.zeros(self.config.hidden_size), weight_OI)
-        return lambda x_D: kernel(x_D, weight_OI)
+        matrices = weights.gate_up_LOI[lane], weights.down_LOI[lane]
+        return self._bind(feed_forward, self._given, weights.ffn_norm_LD[lane], *matrices, self.config.norm_eps)
 
     def step(self, token: int, schedule: Schedule) -> Tensor:
         """Takes one token; logits [V] of the next."""
@@ -154,31 +158,10 @@ class CompiledRunner(EagerRunner):
         cache.room_for(1)
         position = cache.length
         self._position_1.fill_(position)
-        cos_E, sin_E = forward.cos_TE[position], forward.sin_TE[position]
-        x_D = forward.weights.embedding_VD[token].float()
-        x_LD = x_D.expand(len(forward.weights.lanes), -1)
-
-        def module(n: int, x_LD: Tensor) -> Tensor:
-            self.exchange.at(n)
-            return torch.stack([run(x_D, cos_E, sin_E) for run, x_D in zip(self._modules[n], x_LD, strict=True)])
-
-        x_LD = run_schedule(schedule, self.config.num_lanes, x_LD, module, self.exchange)
+        if schedule not in self._loops:
+            self._loops[schedule] = TokenLoop(schedule, self.config, len(forward.weights.lanes), self.exchange)
+        loop = self._loops[schedule]
+        loop.start(forward.weights.embedding_VD[token])
+        logits_V = loop.run(self._steps, forward.cos_TE[position], forward.sin_TE[position])
         cache.advance(1)
-        return forward.head(x_LD[:, None], self._each_lane)[0]
-
-    def _each_lane(self, x_LSD: Tensor) -> Tensor:
-        return torch.stack([run(x_D) for run, x_D in zip(self._head, x_LSD[:, 0], strict=True)])[:, None]
-
-
-def make_runner(name: str, weights: RankWeights, exchange: RankExchange, capacity: int) -> EagerRunner:
-    """The runner called `name`; `compiled` falls back to `eager`, with one warning, where nothing can be compiled."""
-    if name == "eager":
-        return EagerRunner(weights, exchange, capacity)
-    if name != "compiled":
-        raise ValueError(f"no runner {name!r}; there are {', '.join(RUNNERS)}")
-    try:
-        return CompiledRunner(weights, exchange, capacity)
-    except TorchDynamoException as error:  # also what a missing C++ compiler becomes
-        reason = str(error).strip().splitlines()[0]
-        warnings.warn(f"decoding with the eager runner, because nothing can be compiled here: {reason}", stacklevel=2)
-        return EagerRunner(weights, exchange, capacity)
+        return torch.from_numpy(logits_V)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from laneformer.config import LaneConfig
 from laneformer.infer.limits import PREFILL_CHUNK
-from laneformer.infer.request import Request, Token, check_request
+from laneformer.infer.request import Request, Token, check_request, check_tokens
 from laneformer.infer.sampling import draw
 from laneformer.schedule import Schedule
 
@@ -99,7 +99,7 @@ def all_logits(
     runner: Runner, tokens: Sequence[int], schedule: Schedule, prefill_count: int, chunk: int = PREFILL_CHUNK
 ) -> Tensor:
     """Logits [S, V] at every position: the first `prefill_count` by prefill in chunks, the rest token by token."""
-    check_request(Request(tuple(tokens)), runner.config, runner.capacity + 1)
+    check_tokens(tokens, runner.config, min(runner.capacity, runner.config.max_position_embeddings))
     runner.reset()
     with torch.inference_mode():
         parts = [

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -19,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laneformer.infer.mailbox import Mailbox, WaitTimeout
-from laneformer.infer.shared_memory import Progress, SharedBlock, Status, name_module
+from laneformer.infer.mailbox_exchange import MailboxExchange
+from laneformer.infer.request import RequestError
+from laneformer.infer.shared_memory import WAITING_FOR, Progress, SharedBlock, Status, name_module
 from laneformer.infer.sum_tree import SumTree
 from laneformer.lanes import Exchange, InProcess
 
@@ -39,8 +40,44 @@ class RankExchange(Exchange, Protocol):
         """Makes every message readable only `seconds` after it was posted."""
         ...
 
+    def post_rows(self, module: int, partial_LD: np.ndarray) -> None:
+        """`post` for one token's partials, float32."""
+        ...
 
-class LocalExchange(InProcess):
+    def land_rows(self, module: int) -> np.ndarray:
+        """`land` for one token, float32 [D]."""
+        ...
+
+    def sum_rows(self, x_LD: np.ndarray) -> np.ndarray:
+        """`sum_lanes` for one token, float32 [D]."""
+        ...
+
+    def gather_rows(self, x_LC: np.ndarray) -> np.ndarray:
+        """`gather_lanes` for one token, float32 [all lanes, C]."""
+        ...
+
+
+class RowsAsTensors:
+    """The calls for one token in terms of those for tensors, where speed does not hang on them."""
+
+    def post_rows(self: Any, module: int, partial_LD: np.ndarray) -> None:
+        """`post` for one token's partials, float32."""
+        self.post(module, torch.from_numpy(partial_LD))
+
+    def land_rows(self: Any, module: int) -> np.ndarray:
+        """`land` for one token, float32 [D]."""
+        return self.land(module).numpy()
+
+    def sum_rows(self: Any, x_LD: np.ndarray) -> np.ndarray:
+        """`sum_lanes` for one token, float32 [D]."""
+        return self.sum_lanes(torch.from_numpy(x_LD)).numpy()
+
+    def gather_rows(self: Any, x_LC: np.ndarray) -> np.ndarray:
+        """`gather_lanes` for one token, float32 [all lanes, C]."""
+        return self.gather_lanes(torch.from_numpy(x_LC)).numpy()
+
+
+class LocalExchange(RowsAsTensors, InProcess):
     """One rank holds all lanes: nothing travels, nothing is waited for."""
 
     def __init__(self, status: Status | None = None) -> None:
@@ -59,104 +96,15 @@ class LocalExchange(InProcess):
     def set_latency(self, seconds: float) -> None:
         """Refuses a latency: there is no link."""
         if seconds:
-            raise ValueError("a link latency needs at least 2 ranks")
+            raise RequestError("a link latency needs at least 2 ranks")
 
 
-class MailboxExchange:
-    """Partials through shared memory, one-sided."""
-
-    def __init__(self, mailbox: Mailbox, lanes: int) -> None:
-        self.mailbox = mailbox
-        self.tree = SumTree.over(lanes, mailbox.ranks)
-        self._sent: dict[int, tuple[int, Tensor]] = {}
-        self._module = 0
-        self._head_wait = 0.0
-
-    def at(self, module: int) -> None:
-        """Notes progress in shared memory."""
-        self._module = module
-        self.mailbox.progress.at(module)
-
-    def set_latency(self, seconds: float) -> None:
-        """Sets the emulated link; every rank must do so between the same two messages."""
-        self.mailbox.latency_s = seconds
-
-    def take_waits(self) -> tuple[float, float]:
-        """Seconds waited since last asked: for module partials, and for the head's exchanges."""
-        waits = self.mailbox.waited_s - self._head_wait, self._head_wait
-        self.mailbox.waited_s = self._head_wait = 0.0
-        return waits
-
-    def post(self, module: int, partial_L: Tensor) -> None:
-        """Pushes the sums over this rank's lanes to every peer."""
-        own = self.tree.own(self.mailbox.rank, partial_L)
-        self._sent[module] = (self.mailbox.post(own.numpy().reshape(-1)), own)
-
-    def land(self, module: int) -> Tensor:
-        """Waits for every peer's sums of `module`, and finishes the tree."""
-        number, own = self._sent.pop(module)
-        return self._combine(number, own, lambda: f"the partial of {self._name(module)}")
-
-    def _name(self, module: int) -> str:
-        return name_module(module, self.mailbox.status.modules)
-
-    def _combine(self, number: int, own: Tensor, what: Callable[[], str]) -> Tensor:
-        sums = []
-        for rank in range(self.mailbox.ranks):
-            if rank == self.mailbox.rank:
-                sums.append(own)
-                continue
-            shape = (len(self.tree.nodes[rank]), *own.shape[1:])
-            sums.append(self._take(number, rank, shape, what))
-        return self.tree.finish(sums)
-
-    def _take(self, number: int, peer: int, shape: tuple[int, ...], what: Callable[[], str]) -> Tensor:
-        out = np.empty(shape, np.float32)
-        try:
-            self.mailbox.take(number, peer, out.reshape(-1))
-        except WaitTimeout as error:
-            raise WaitTimeout(f"{error}; it carries {what()}", error.peer) from None
-        return torch.from_numpy(out)
-
-    def sum_lanes(self, x_L: Tensor) -> Tensor:
-        """The sum over all lanes, at once, in as many messages as its size needs."""
-        own = self.tree.own(self.mailbox.rank, x_L)
-        what = "the final sum over lanes"
-        parts = self._in_pieces(
-            own.flatten(1), self.mailbox.words // self.tree.width, lambda n, x: self._combine(n, x, lambda: what)
-        )
-        return torch.cat(parts).view(own.shape[1:])
-
-    def gather_lanes(self, x_L: Tensor) -> Tensor:
-        """x of all lanes in lane order, in as many messages as its size needs."""
-
-        def gather(number: int, piece: Tensor) -> Tensor:
-            ranks = range(self.mailbox.ranks)
-            shape = tuple(piece.shape)
-            return torch.cat([
-                piece if r == self.mailbox.rank else self._take(number, r, shape, lambda: "the logits") for r in ranks
-            ])  # fmt: skip
-
-        parts = self._in_pieces(x_L.float().flatten(1), self.mailbox.words // x_L.shape[0], gather)
-        return torch.cat(parts, 1).view(-1, *x_L.shape[1:])
-
-    def _in_pieces(self, x: Tensor, width: int, finish: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
-        """Posts x [n, ...] in pieces of `width` columns, each finished before the next; its waits are the head's."""
-        before = self.mailbox.waited_s
-        parts = []
-        for i in range(0, x.shape[1], width):
-            piece = x[:, i : i + width].contiguous()
-            parts.append(finish(self.mailbox.post(piece.numpy().reshape(-1)), piece))
-        self._head_wait += self.mailbox.waited_s - before
-        return parts
-
-
-class DistributedExchange:
+class DistributedExchange(RowsAsTensors):
     """Partials through torch.distributed (gloo or NCCL): asynchronous gathers, waited for where the schedule lands."""
 
     def __init__(self, lanes: int, modules: int, limit_s: float, status: Status | None = None) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self._progress = None if status is None else Progress(status, self.rank)
+        self._status, self._progress = status, None if status is None else Progress(status, self.rank)
         self.tree = SumTree.over(lanes, self.ranks)
         self.modules, self.limit_s = modules, limit_s
         self._under_way: dict[int, tuple[dist.Work, Tensor]] = {}
@@ -172,7 +120,7 @@ class DistributedExchange:
     def set_latency(self, seconds: float) -> None:
         """Refuses a latency: only the mailbox emulates a link."""
         if seconds:
-            raise ValueError("an emulated link latency needs the mailbox exchange, not torch.distributed")
+            raise RequestError("an emulated link latency needs the mailbox exchange, not torch.distributed")
 
     def take_waits(self) -> tuple[float, float]:
         """Seconds waited since last asked: for module partials, and for the head's exchanges."""
@@ -218,17 +166,30 @@ class DistributedExchange:
         work, gathered = started
         if not work.is_completed():
             began = time.perf_counter()
+            self._show_waiting(True)
             try:
                 work.wait(timedelta(seconds=self.limit_s))
             except RuntimeError as error:
                 raise WaitTimeout(
                     f"rank {self.rank} at {name_module(self._module, self.modules)} lost a peer while waiting "
-                    f"{time.perf_counter() - began:.1f} s for {what}: {error}"
+                    f"{time.perf_counter() - began:.1f} s for {what}: {error}",
+                    self._late_peer(),
                 ) from None
+            self._show_waiting(False)
             self._waits[kind] += time.perf_counter() - began
         else:
             work.wait()
         return gathered
+
+    def _show_waiting(self, waiting: bool) -> None:
+        """Shows that this rank waits; a gather is waited for as a whole, so for no rank in particular."""
+        if self._status is not None:
+            self._status.row(self.rank)[WAITING_FOR] = self.ranks + 1 if waiting else 0
+
+    def _late_peer(self) -> int | None:
+        """The first peer that waits for nobody itself, where there is a status to tell."""
+        others = [] if self._status is None else [r for r in range(self.ranks) if r != self.rank]
+        return next((r for r in others if self._status and self._status.waiting_for(r) is None), None)
 
 
 def new_exchange(spec: dict[str, Any], block: SharedBlock, status: Status) -> RankExchange:

@@ -18,7 +18,7 @@ from torch import Tensor
 from laneformer import ops
 from laneformer.cache import KVCache
 from laneformer.infer.exchange import RankExchange
-from laneformer.infer.weights import RankWeights
+from laneformer.infer.weights import RankWeights, aligned, aligned_lanes
 from laneformer.lanes import run_schedule
 from laneformer.schedule import Schedule
 
@@ -31,7 +31,7 @@ def each_lane(x_LSI: Tensor, weight_LOI: Tensor | tuple[Tensor, ...]) -> Tensor:
     dtype = weight_LOI[0].dtype
     if x_LSI.shape[1] >= WIDEN_ROWS and x_LSI.device.type == "cpu":
         dtype = torch.float32
-    return torch.stack([F.linear(x.to(dtype), w.to(dtype)) for x, w in zip(x_LSI, weight_LOI, strict=True)])
+    return torch.stack([F.linear(aligned(x.to(dtype)), w.to(dtype)) for x, w in zip(x_LSI, weight_LOI, strict=True)])
 
 
 class Forward:
@@ -87,7 +87,8 @@ class Forward:
         window = config.window(layer)
         if window not in masks:
             masks[window] = ops.visible(query_S, key_T, window)
-        out = ops.attention(q[:, None], keys, values, masks[window])[:, 0]
+        q, keys, values = aligned_lanes(q[:, None]), aligned_lanes(keys), aligned_lanes(values)
+        out = ops.attention(q, keys, values, masks[window])[:, 0]
         return each_lane(out.transpose(1, 2).flatten(2), weights.out_LOI).float()
 
     def feed_forward(self, layer: int, x_LSD: Tensor) -> Tensor:

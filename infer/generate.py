@@ -13,7 +13,7 @@ from rich.console import Console
 
 from laneformer.config import LaneConfig
 from laneformer.infer.ranks import RankSettings
-from laneformer.infer.request import Request, RequestError, Token
+from laneformer.infer.request import Request, RequestError, Token, check_request
 from laneformer.infer.session import Session
 from laneformer.infer.tokenizer import Text, cut_at_stop
 from laneformer.infer.torchrun import TorchrunSession, under_torchrun
@@ -58,6 +58,7 @@ def run_generate(
     request = replace(request, prompt=ids)
     capacity = -(-(len(ids) + request.max_tokens) // CAPACITY_STEP) * CAPACITY_STEP
     rank_settings = RankSettings(str(folder), capacity=min(capacity, config.max_position_embeddings), **settings)
+    check_request(request, config, rank_settings.capacity)
     opened = TorchrunSession if under_torchrun() else Session
     with opened(rank_settings) as session:
         for note in session.notes:

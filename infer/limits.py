@@ -5,4 +5,4 @@ from __future__ import annotations
 # Prompt positions a forward pass takes at once; the same for every number of ranks, so that the bits are.
 PREFILL_CHUNK = 64
 # Seconds a rank may wait for another, or make no progress, before the run is ended.
-WAIT_LIMIT_S = 4.0
+WAIT_LIMIT_S = 3.5

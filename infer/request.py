@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,13 +55,20 @@ def request_from(keys: dict[str, Any]) -> Request:
 
 def check_request(request: Request, config: LaneConfig, capacity: int) -> None:
     """Raises RequestError for a request that cannot be served."""
-    prompt, limit = request.prompt, min(capacity, config.max_position_embeddings)
-    if not prompt:
-        raise RequestError("the prompt is empty; give at least one token")
-    unknown = [i for i in prompt if not 0 <= i < config.vocab_size]
-    if unknown:
-        raise RequestError(f"the prompt holds ids {unknown[:5]} outside the vocabulary 0..{config.vocab_size - 1}")
-    if len(prompt) >= limit:
-        raise RequestError(f"the prompt has {len(prompt)} tokens, but with one to decode at most {limit - 1} fit")
     if request.max_tokens < 1:
         raise RequestError(f"max_tokens must be at least 1, got {request.max_tokens}")
+    if not 0 <= request.link_latency_us < math.inf:
+        raise RequestError(f"a link latency must be 0 us or above, got {request.link_latency_us}")
+    # One position is for the token to decode.
+    check_tokens(request.prompt, config, min(capacity, config.max_position_embeddings) - 1)
+
+
+def check_tokens(tokens: Sequence[int], config: LaneConfig, limit: int) -> None:
+    """Raises RequestError unless there are 1..`limit` tokens, all in the vocabulary."""
+    if not tokens:
+        raise RequestError("the prompt is empty; give at least one token")
+    unknown = [i for i in tokens if not 0 <= i < config.vocab_size]
+    if unknown:
+        raise RequestError(f"the prompt holds ids {unknown[:5]} outside the vocabulary 0..{config.vocab_size - 1}")
+    if len(tokens) > limit:
+        raise RequestError(f"the prompt has {len(tokens)} tokens, but at most {limit} fit")

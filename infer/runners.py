@@ -5,6 +5,7 @@ Shape suffixes: S positions, V vocabulary.
 
 from __future__ import annotations
 
+import warnings
 from typing import Literal
 
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor
 
 from laneformer.infer.exchange import RankExchange
 from laneformer.infer.forward import Forward
+from laneformer.infer.ranks import RUNNERS
+from laneformer.infer.request import RequestError
 from laneformer.infer.weights import RankWeights
 from laneformer.schedule import Schedule
-
-RUNNERS = ("eager", "compiled")
 
 
 class EagerRunner:
@@ -50,3 +51,22 @@ class EagerRunner:
     def set_latency(self, seconds: float) -> None:
         """Emulates a link between ranks."""
         self.exchange.set_latency(seconds)
+
+
+def make_runner(name: str, weights: RankWeights, exchange: RankExchange, capacity: int) -> EagerRunner:
+    """The runner called `name`; `compiled` falls back to `eager`, with one warning, where nothing can be compiled."""
+    if name == "eager":
+        return EagerRunner(weights, exchange, capacity)
+    if name != "compiled":
+        raise RequestError(f"no runner {name!r}; there are {', '.join(RUNNERS)}")
+    # Importing the compiler takes as long as importing torch, so only who compiles pays for it.
+    from torch._dynamo.exc import TorchDynamoException
+
+    from laneformer.infer.compiled import CompiledRunner
+
+    try:
+        return CompiledRunner(weights, exchange, capacity)
+    except TorchDynamoException as error:  # also what a missing C++ compiler becomes
+        reason = str(error).strip().splitlines()[0]
+        warnings.warn(f"decoding with the eager runner, because nothing can be compiled here: {reason}", stacklevel=2)
+        return EagerRunner(weights, exchange, capacity)

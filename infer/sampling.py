@@ -70,7 +70,7 @@ def gumbel_noise(ids_C: np.ndarray, seed: int, position: int) -> np.ndarray:
 def draw(logits_V: np.ndarray, sampling: Sampling, position: int, seen: Iterable[int] = ()) -> int:
     """The token for `position`; `seen` are the ids a repetition penalty applies to. Ties go to the smallest id.
 
-    Raises ValueError when no logit is finite.
+    Raises ValueError for NaN or infinity among the logits, and when all are -infinity.
     """
     scores = logits_V.astype(np.float64)
     if sampling.repetition_penalty != 1.0:
@@ -78,7 +78,8 @@ def draw(logits_V: np.ndarray, sampling: Sampling, position: int, seen: Iterable
         held = scores[ids]
         # As Hugging Face does (arXiv 1909.05858): towards less likely on either side of zero.
         scores[ids] = np.where(held > 0, held / sampling.repetition_penalty, held * sampling.repetition_penalty)
-    if np.isnan(scores).any() or scores.max() == -np.inf:
+    # The largest is NaN if any is.
+    if not np.isfinite(scores.max()):
         raise ValueError(f"the logits for position {position} are not numbers; the model or its weights are broken")
     if sampling.temperature == 0:
         return int(scores.argmax())

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from laneformer.infer.ranks import RankGroup, RankSettings
-from laneformer.infer.request import Request, Token, check_request
+from laneformer.infer.request import Request, Token, check_request, check_tokens
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Session:
 
     def logits(self, tokens: Sequence[int], schedule: str = "checkpoint", prefill: int | None = None) -> np.ndarray:
         """Float32 logits [S, V] at every position; the first `prefill` tokens (all by default) by prefill."""
-        check_request(Request(tuple(tokens)), self.config, self.settings.capacity + 1)
+        check_tokens(tokens, self.config, min(self.settings.capacity, self.config.max_position_embeddings))
         count = len(tokens) if prefill is None else prefill
         arguments = {"tokens": list(tokens), "schedule": schedule, "prefill": count}
         answers = {rank: (message, raw) for rank, message, raw in self._group.call("logits", **arguments)}

@@ -80,7 +80,7 @@ class Status:
         return int(self._words[rank, PROGRESS])
 
     def waiting_for(self, rank: int) -> int | None:
-        """The rank that `rank` waits for at this moment."""
+        """The rank that `rank` waits for at this moment; the number of ranks where it is no one in particular."""
         word = int(self._words[rank, WAITING_FOR])
         return word - 1 if word else None
 

@@ -8,10 +8,12 @@ Shape suffixes: L lanes of a rank, n tree nodes of a rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 
@@ -48,12 +50,24 @@ class SumTree:
         first = rank * (self.lanes // len(self.nodes))
         return torch.stack([tree_sum(x_L[lo - first : hi - first]) for lo, hi in self.nodes[rank]])
 
-    def finish(self, sums: list[Tensor]) -> Tensor:
-        """The sum over all lanes from every rank's node sums, each [n, ...]."""
+    def own_rows(self, rank: int, x_LD: np.ndarray) -> list[np.ndarray]:
+        """The sums that `rank` sends, n arrays [D], from its lanes' rows; the same bits as `own` gives."""
+        first = rank * (self.lanes // len(self.nodes))
+
+        def add(lo: int, hi: int) -> np.ndarray:
+            if hi - lo == 1:
+                return x_LD[lo - first]
+            middle = lo + (hi - lo) // 2
+            return add(lo, middle) + add(middle, hi)
+
+        return [add(lo, hi) for lo, hi in self.nodes[rank]]
+
+    def finish(self, sums: Sequence[Iterable[Any]]) -> Any:
+        """The sum over all lanes from every rank's node sums, tensors or arrays alike."""
         found = {node: part for nodes, part_n in zip(self.nodes, sums, strict=True)
                  for node, part in zip(nodes, part_n, strict=False)}  # fmt: skip
 
-        def add(lo: int, hi: int) -> Tensor:
+        def add(lo: int, hi: int) -> Any:
             if (lo, hi) in found:
                 return found[lo, hi]
             middle = lo + (hi - lo) // 2

@@ -26,8 +26,8 @@ class TorchrunSession:
         import torch
         import torch.distributed as dist
 
-        from laneformer.infer.compiled import make_runner
         from laneformer.infer.exchange import DistributedExchange
+        from laneformer.infer.runners import make_runner
         from laneformer.infer.sum_tree import SumTree
         from laneformer.infer.weights import RankWeights
 

@@ -6,6 +6,7 @@ of it.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from torch import Tensor
 from laneformer.checkpoint import EMBEDDING, HEAD, Checkpoint
 from laneformer.config import LaneConfig
 from laneformer.model import Laneformer, check_lanes
+
+# Where the memory of a matrix starts decides the order in which the CPU library adds, so all lanes start alike.
+ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,9 @@ class RankWeights:
     def streamed_bytes(self) -> int:
         """Bytes of weights that decoding one token reads on this rank: all but the embedding table."""
         tensors = [t for layer in self.layers for t in vars(layer).values() if t is not None]
-        return sum(t.numel() * t.element_size() for t in [*tensors, self.norm_LD, *self.head_L])
+        # A row that all lanes share (stride 0) is one row.
+        own = [t if t.stride(0) else t[0] for t in [*tensors, self.norm_LD, *self.head_L]]
+        return sum(t.numel() * t.element_size() for t in own)
 
     @classmethod
     def load(
@@ -109,7 +115,7 @@ def _pack_layer(read: Callable[[str], Tensor], config: LaneConfig, lanes: int, d
         return read(name).to(dtype, copy=True)
 
     def fuse(*names: str, rows: int, columns: int) -> Tensor:
-        fused, start = torch.empty(lanes, rows, columns, dtype=dtype), 0
+        fused, start = empty_lanes((lanes, rows, columns), dtype), 0
         for name in names:
             tensor = read(name)
             fused[:, start : start + tensor.shape[1]].copy_(tensor)
@@ -130,6 +136,24 @@ def _pack_layer(read: Callable[[str], Tensor], config: LaneConfig, lanes: int, d
         q_norm_E=copy("attention.q_norm.weight") if config.head_norms else None,
         k_norm_E=copy("attention.k_norm.weight") if config.head_norms else None,
     )
+
+
+def empty_lanes(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An empty [L, ...] whose lanes each start at a multiple of ALIGNMENT bytes, whatever the sizes."""
+    lanes, size, step = shape[0], math.prod(shape[1:]), ALIGNMENT // dtype.itemsize
+    return torch.empty(lanes, -(-size // step) * step, dtype=dtype)[:, :size].view(*shape)
+
+
+def aligned_lanes(x_L: Tensor) -> Tensor:
+    """x_L with every lane at a multiple of ALIGNMENT bytes, copied if they lie otherwise."""
+    if x_L.stride(0) * x_L.element_size() % ALIGNMENT == 0 and x_L.data_ptr() % ALIGNMENT == 0:
+        return x_L
+    return empty_lanes(x_L.shape, x_L.dtype).copy_(x_L)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x at a multiple of ALIGNMENT bytes, copied if it lies elsewhere."""
+    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
 def _per_lane(norm: Tensor, lanes: int) -> Tensor:
@@ -169,5 +193,5 @@ def _filled(part: Tensor, config: LaneConfig) -> Tensor:
     """A head slice with zero rows added up to every lane's share, so that all lanes multiply the same shape."""
     missing = lane_share(config) - part.shape[0]
     if config.lm_head_type == "lane" or missing <= 0:
-        return part
+        return aligned(part)
     return torch.cat((part, part.new_zeros(missing, part.shape[1])))

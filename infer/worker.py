@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laneformer.infer.shared_memory import BUSY, IDLE, STAGE, SharedBlock, Status
@@ -85,9 +86,9 @@ class Worker:
     def _build(self, block: SharedBlock) -> EagerRunner:
         import torch
 
-        from laneformer.infer.compiled import make_runner
         from laneformer.infer.exchange import new_exchange
         from laneformer.infer.faults import Fault, plant
+        from laneformer.infer.runners import make_runner
         from laneformer.infer.weights import RankWeights
 
         spec = self.spec
@@ -164,6 +165,11 @@ class Worker:
 
 def peak_memory() -> int:
     """Peak resident bytes of this process."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        # getrusage starts from the peak of the process that started this one.
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
