@@ -1,4 +1,4 @@
-"""The `compiled` runner: a lane's decode modules as torch.compile kernels over a static cache.
+"""The `compiled` runner: a lane's decode modules as kernels of torch.compile's compiler over a static cache.
 
 A matrix-vector product is written as four sums over row blocks: the compiler makes four streams of them, which reads
 memory faster than one (experiments/001). Vectors stay in float32 between the kernels, whatever the weights' type.
@@ -15,8 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._inductor
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
+from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from laneformer import ops
 from laneformer.cache import ring_positions
@@ -26,8 +30,10 @@ from laneformer.infer.token_loop import LaneSteps, TokenLoop
 from laneformer.infer.weights import RankWeights
 from laneformer.schedule import Schedule
 
+# What a machine without a working C++ compiler raises.
+COMPILER_ERRORS = (TorchDynamoException, CppCompileError, InvalidCxxCompiler)
 ROW_BLOCKS = 4
-OPTIONS: dict[str, Any] = {"cpp.enable_floating_point_contract_flag": "fast"}
+OPTIONS: dict[str, Any] = {"cpp.enable_floating_point_contract_flag": "fast", "size_asserts": False}
 
 
 def in_memory(x: Tensor) -> Tensor:
@@ -88,14 +94,19 @@ def feed_forward(
 
 
 def compile_function(function: Callable[..., Tensor], args: tuple[Any, ...]) -> Callable[..., Tensor]:
-    """`function` for exactly these shapes; without guards where the installed torch offers that."""
-    compiled = torch.compile(function, dynamic=False, fullgraph=True, options=OPTIONS)
-    if not hasattr(compiled, "aot_compile"):
-        return compiled
-    ahead = compiled.aot_compile((args, {}))
-    # Every call comes with the shapes it was compiled for, so checking them each time would only cost time.
-    ahead.disable_guard_check()
-    return ahead
+    """`function` compiled for exactly these shapes and these numbers; it is then called with the tensors of `args`.
+
+    The graph is traced and compiled without torch.compile's front end, whose guards and frames would run before every
+    kernel: every call comes with the shapes it was compiled for.
+    """
+    is_tensor = [isinstance(arg, Tensor) for arg in args]
+
+    def of_tensors(*tensors: Tensor) -> Tensor:
+        given = iter(tensors)
+        return function(*(next(given) if wanted else arg for wanted, arg in zip(is_tensor, args, strict=True)))
+
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    return torch._inductor.compile(make_fx(of_tensors)(*tensors), tensors, options=OPTIONS)
 
 
 class CompiledRunner(EagerRunner):
@@ -129,7 +140,8 @@ class CompiledRunner(EagerRunner):
         if key not in self._compiled:
             self._compiled[key] = compile_function(function, args)
         kernel = self._compiled[key]
-        return lambda *given: kernel(*given, *fixed)
+        tensors = [arg for arg in fixed if isinstance(arg, Tensor)]
+        return lambda *given: kernel(*given, *tensors)
 
     @property
     def _x_D(self) -> Tensor:

@@ -60,13 +60,11 @@ def make_runner(name: str, weights: RankWeights, exchange: RankExchange, capacit
     if name != "compiled":
         raise RequestError(f"no runner {name!r}; there are {', '.join(RUNNERS)}")
     # Importing the compiler takes as long as importing torch, so only who compiles pays for it.
-    from torch._dynamo.exc import TorchDynamoException
-
-    from laneformer.infer.compiled import CompiledRunner
+    from laneformer.infer.compiled import COMPILER_ERRORS, CompiledRunner
 
     try:
         return CompiledRunner(weights, exchange, capacity)
-    except TorchDynamoException as error:  # also what a missing C++ compiler becomes
+    except COMPILER_ERRORS as error:
         reason = str(error).strip().splitlines()[0]
         warnings.warn(f"decoding with the eager runner, because nothing can be compiled here: {reason}", stacklevel=2)
         return EagerRunner(weights, exchange, capacity)
