@@ -12,7 +12,7 @@ width of a lane, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._inductor
@@ -106,7 +106,8 @@ def compile_function(function: Callable[..., Tensor], args: tuple[Any, ...]) -> 
         return function(*(next(given) if wanted else arg for wanted, arg in zip(is_tensor, args, strict=True)))
 
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
-    return torch._inductor.compile(make_fx(of_tensors)(*tensors), tensors, options=OPTIONS)
+    graph = make_fx(of_tensors)(*tensors)
+    return cast(Callable[..., Tensor], torch._inductor.compile(graph, list[Any](tensors), options=OPTIONS))
 
 
 class CompiledRunner(EagerRunner):

@@ -41,7 +41,7 @@ class RankExchange(Exchange, Protocol):
         ...
 
     def post_rows(self, module: int, partial_LD: np.ndarray) -> None:
-        """`post` for one token's partials, float32."""
+        """`post` for one token's partials, float32 [L, D], or [D] of a single lane."""
         ...
 
     def land_rows(self, module: int) -> np.ndarray:
@@ -53,7 +53,7 @@ class RankExchange(Exchange, Protocol):
         ...
 
     def gather_rows(self, x_LC: np.ndarray) -> np.ndarray:
-        """`gather_lanes` for one token, float32 [all lanes, C]."""
+        """`gather_lanes` for one token, float32 [all lanes * C]."""
         ...
 
 
@@ -61,8 +61,8 @@ class RowsAsTensors:
     """The calls for one token in terms of those for tensors, where speed does not hang on them."""
 
     def post_rows(self: Any, module: int, partial_LD: np.ndarray) -> None:
-        """`post` for one token's partials, float32."""
-        self.post(module, torch.from_numpy(partial_LD))
+        """`post` for one token's partials, float32 [L, D], or [D] of a single lane."""
+        self.post(module, lanes_first(partial_LD))
 
     def land_rows(self: Any, module: int) -> np.ndarray:
         """`land` for one token, float32 [D]."""
@@ -70,11 +70,16 @@ class RowsAsTensors:
 
     def sum_rows(self: Any, x_LD: np.ndarray) -> np.ndarray:
         """`sum_lanes` for one token, float32 [D]."""
-        return self.sum_lanes(torch.from_numpy(x_LD)).numpy()
+        return self.sum_lanes(lanes_first(x_LD)).numpy()
 
     def gather_rows(self: Any, x_LC: np.ndarray) -> np.ndarray:
-        """`gather_lanes` for one token, float32 [all lanes, C]."""
-        return self.gather_lanes(torch.from_numpy(x_LC)).numpy()
+        """`gather_lanes` for one token, float32 [all lanes * C]."""
+        return self.gather_lanes(lanes_first(x_LC)).flatten().numpy()
+
+
+def lanes_first(x_LD: np.ndarray) -> Tensor:
+    """A tensor [L, D] of rows [L, D], or of a single lane's [D]."""
+    return torch.from_numpy(np.atleast_2d(x_LD))
 
 
 class LocalExchange(RowsAsTensors, InProcess):

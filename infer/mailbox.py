@@ -15,15 +15,17 @@ acquire of the same word).
 from __future__ import annotations
 
 import os
+import platform
 import threading
 import time
+from typing import NamedTuple
 
 import numpy as np
 
 from laneformer.infer.limits import WAIT_LIMIT_S
 from laneformer.infer.shared_memory import WAITING_FOR, Progress, SharedBlock, Status
 
-# Words before the payload: the time of posting, for links with an emulated latency.
+# Words before the payload: the time of posting, one 64-bit word, for links with an emulated latency.
 STAMP_WORDS = 2
 MIN_GENERATIONS = 4
 NEGATIVE_ZERO = np.uint32(0x80000000)
@@ -52,7 +54,20 @@ def generations(max_outstanding: int) -> int:
 
 def mailbox_bytes(ranks: int, slots: int, words: int) -> int:
     """Bytes of all mailboxes of a run, whose messages have at most `words` 32-bit words."""
-    return ranks * ranks * slots * (words + STAMP_WORDS) * 4
+    return ranks * ranks * slots * slot_words(words) * 4
+
+
+def slot_words(words: int) -> int:
+    """32-bit words of a slot for messages of at most `words`: an even number, so that every stamp is aligned."""
+    return STAMP_WORDS + words + words % 2
+
+
+class Views(NamedTuple):
+    """All views for messages of one length: out [slot][peer], and words and floats in [peer][slot]."""
+
+    out: list[list[np.ndarray]]
+    words: dict[int, list[np.ndarray]]
+    floats: dict[int, list[np.ndarray]]
 
 
 class Mailbox:
@@ -79,45 +94,60 @@ class Mailbox:
         self.posted = 0
         self._row = status.row(rank)
         self.progress = Progress(status, rank)
-        self._fence = threading.Lock()
-        size = words + STAMP_WORDS
+        size = slot_words(words)
         every = block.array("<u4", Status.num_bytes(ranks), ranks * ranks * slots * size)
         # Indexed [receiver, sender, slot, word].
         self._every = every.reshape(ranks, ranks, slots, size)
         self.peers = [r for r in range(ranks) if r != rank]
-        self._out = [[self._every[r, rank, s] for s in range(slots)] for r in self.peers]
-        self._in = {r: [self._every[rank, r, s] for s in range(slots)] for r in self.peers}
+        self._views: dict[int, Views] = {}
+        stamps = self._every[..., :STAMP_WORDS].view(np.int64)
+        self._stamps_out = [[stamps[peer, rank, s] for peer in self.peers] for s in range(slots)]
+        self._stamps_in = {peer: [stamps[rank, peer, s] for s in range(slots)] for peer in self.peers}
+        # x86 keeps stores in order; elsewhere a lock orders freeing a slot before the next post.
+        self._fence = None if platform.machine() in ("x86_64", "AMD64") else threading.Lock()
+
+    def _of_length(self, count: int) -> Views:
+        """The views for messages of `count` words, made at their first use."""
+        if count not in self._views:
+            end, slots = STAMP_WORDS + count, range(self.slots)
+            mine, theirs = self._every[self.rank], self._every[:, self.rank]
+            self._views[count] = Views(
+                out=[[theirs[peer, s, STAMP_WORDS:end].view(np.float32) for peer in self.peers] for s in slots],
+                words={peer: [mine[peer, s, STAMP_WORDS:end] for s in slots] for peer in self.peers},
+                floats={peer: [mine[peer, s, STAMP_WORDS:end].view(np.float32) for s in slots] for peer in self.peers},
+            )
+        return self._views[count]
 
     def post(self, payload: np.ndarray) -> int:
         """Pushes float32 [n] into every peer's slot; returns the message's number."""
         number = self.posted
         self.posted = number + 1
-        words = payload.view(np.uint32)
-        # Counting is three times as fast here as all().
-        if np.count_nonzero(words) < len(words):
-            words = np.where(words == 0, NEGATIVE_ZERO, words)
-        slot, end = number % self.slots, STAMP_WORDS + len(words)
-        with self._fence:
-            pass
-        for out in self._out:
-            out[slot][STAMP_WORDS:end] = words
+        # Counting is three times as fast here as all(); it takes -0.0 for zero, which is then only looked at again.
+        if np.count_nonzero(payload) < len(payload):
+            words = payload.view(np.uint32)
+            payload = np.where(words == 0, NEGATIVE_ZERO, words).view(np.float32)
+        slot = number % self.slots
+        if self._fence is not None:
+            with self._fence:
+                pass
+        for out in self._of_length(len(payload)).out[slot]:
+            out[:] = payload
         if self.latency_s:
-            stamp = _stamp(time.perf_counter_ns())
-            for out in self._out:
-                out[slot][:STAMP_WORDS] = stamp
+            now_ns = time.perf_counter_ns()
+            for stamp in self._stamps_out[slot]:
+                stamp[0] = now_ns
         return number
 
     def wait(self, number: int, peer: int, count: int) -> np.ndarray:
         """Waits for message `number` of `peer`; its float32 [count], in place: zero it to free the slot."""
-        slot = self._in[peer][number % self.slots]
-        message = slot[STAMP_WORDS : STAMP_WORDS + count]
+        slot, views = number % self.slots, self._of_length(count)
+        self._wait(views.words[peer][slot], peer, number)
         if self.latency_s:
-            self._wait(slot[: STAMP_WORDS + count], peer, number)
-            self._wait_until(_unstamp(slot) + int(self.latency_s * 1e9))
-            slot[:STAMP_WORDS] = 0
-        else:
-            self._wait(message, peer, number)
-        return message.view(np.float32)
+            stamp = self._stamps_in[peer][slot]
+            self._wait(stamp, peer, number)
+            self._wait_until(int(stamp[0]) + int(self.latency_s * 1e9))
+            stamp[0] = 0
+        return views.floats[peer][slot]
 
     def take(self, number: int, peer: int, out: np.ndarray) -> None:
         """Waits for message `number` of `peer`, copies its payload into float32 `out` [n] and frees the slot."""
@@ -127,13 +157,12 @@ class Mailbox:
 
     def _wait(self, message: np.ndarray, peer: int, number: int) -> None:
         size = len(message)
-        # The last word tells most often; all of them must be there.
-        if message[-1] and np.count_nonzero(message) == size:
+        if np.count_nonzero(message) == size:
             return
         began = time.perf_counter()
         self._row[WAITING_FOR] = peer + 1
         polls = 0
-        while not (message[-1] and np.count_nonzero(message) == size):
+        while np.count_nonzero(message) < size:
             polls += 1
             if polls % POLLS_PER_CHECK == 0:
                 self._check(began, peer, number)
@@ -162,12 +191,3 @@ class Mailbox:
                 f"which was last seen {self.status.where(peer)}",
                 peer,
             )
-
-
-def _stamp(now_ns: int) -> np.ndarray:
-    # 31 bits a word below a set top bit: neither word is ever zero.
-    return np.array([now_ns >> 31 & 0x7FFFFFFF, now_ns & 0x7FFFFFFF], np.uint32) | NEGATIVE_ZERO
-
-
-def _unstamp(message: np.ndarray) -> int:
-    return (int(message[0]) & 0x7FFFFFFF) << 31 | int(message[1]) & 0x7FFFFFFF

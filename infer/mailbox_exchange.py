@@ -29,6 +29,8 @@ class MailboxExchange:
         self._sent_rows: dict[int, tuple[int, list[np.ndarray]]] = {}
         self._head_wait = 0.0
         self._head_module = mailbox.status.modules
+        # Two ranks that each send one sum: the tree is that one addition.
+        self._one_pair = mailbox.ranks == 2 and self.tree.width == 1
 
     def at(self, module: int) -> None:
         """Notes progress in shared memory."""
@@ -109,9 +111,10 @@ class MailboxExchange:
 
     def post_rows(self, module: int, partial_LD: np.ndarray) -> None:
         """Pushes one token's sums over this rank's lanes to every peer."""
-        self._sent_rows[module] = self._post_rows(self.tree.own_rows(self.mailbox.rank, partial_LD))
+        self._sent_rows[module] = self._post_rows(partial_LD)
 
-    def _post_rows(self, own_n: list[np.ndarray]) -> tuple[int, list[np.ndarray]]:
+    def _post_rows(self, x_LD: np.ndarray) -> tuple[int, list[np.ndarray]]:
+        own_n = [x_LD] if x_LD.ndim == 1 else self.tree.own_rows(self.mailbox.rank, x_LD)
         return self.mailbox.post(own_n[0] if len(own_n) == 1 else np.concatenate(own_n)), own_n
 
     def land_rows(self, module: int) -> np.ndarray:
@@ -119,18 +122,20 @@ class MailboxExchange:
         return self._finish_rows(*self._sent_rows.pop(module), module)
 
     def _finish_rows(self, number: int, own_n: list[np.ndarray], module: int) -> np.ndarray:
-        mailbox, sums = self.mailbox, []
-        taken = []
-        for rank in range(mailbox.ranks):
-            if rank == mailbox.rank:
-                sums.append(own_n)
-                continue
-            count = len(self.tree.nodes[rank])
-            message = self._message(number, rank, count * own_n[0].size, module)
-            taken.append(message)
-            sums.append([message] if count == 1 else np.split(message, count))
-        total = self.tree.finish(sums)
-        for message in taken:
+        mailbox = self.mailbox
+        taken = {
+            peer: self._message(number, peer, len(self.tree.nodes[peer]) * len(own_n[0]), module)
+            for peer in mailbox.peers
+        }
+        if self._one_pair:
+            (message,) = taken.values()
+            total = own_n[0] + message
+        else:
+            total = self.tree.finish([
+                own_n if rank == mailbox.rank else np.split(taken[rank], len(self.tree.nodes[rank]))
+                for rank in range(mailbox.ranks)
+            ])  # fmt: skip
+        for message in taken.values():
             message.fill(0)
         return total
 
@@ -143,21 +148,19 @@ class MailboxExchange:
     def sum_rows(self, x_LD: np.ndarray) -> np.ndarray:
         """The sum over all lanes of one token's rows, at once."""
         before = self.mailbox.waited_s
-        total = self._finish_rows(*self._post_rows(self.tree.own_rows(self.mailbox.rank, x_LD)), self._head_module)
+        total = self._finish_rows(*self._post_rows(x_LD), self._head_module)
         self._head_wait += self.mailbox.waited_s - before
         return total
 
     def gather_rows(self, x_LC: np.ndarray) -> np.ndarray:
-        """One token's rows of all lanes in lane order."""
-        mailbox, before = self.mailbox, self.mailbox.waited_s
-        number = mailbox.post(x_LC.reshape(-1))
-        out = np.empty((mailbox.ranks, x_LC.size), np.float32)
-        for rank in range(mailbox.ranks):
-            if rank == mailbox.rank:
-                out[rank] = x_LC.reshape(-1)
-            else:
-                message = self._message(number, rank, x_LC.size, self._head_module)
-                out[rank] = message
-                message.fill(0)
+        """One token's rows of all lanes in lane order, flat."""
+        mailbox, before, own = self.mailbox, self.mailbox.waited_s, x_LC.reshape(-1)
+        number = mailbox.post(own)
+        out = np.empty((mailbox.ranks, len(own)), np.float32)
+        out[mailbox.rank] = own
+        for peer in mailbox.peers:
+            message = self._message(number, peer, len(own), self._head_module)
+            out[peer] = message
+            message.fill(0)
         self._head_wait += mailbox.waited_s - before
-        return out.reshape(-1, x_LC.shape[1])
+        return out.reshape(-1)

@@ -34,10 +34,10 @@ class LaneSteps:
 
 
 def each(kernels: list[Kernel], x_L: Sequence[Tensor], *more: Tensor) -> np.ndarray:
-    """The kernels' results, [L, O], each lane's of its own vector."""
-    if len(kernels) == 1:
-        return kernels[0](x_L[0], *more).numpy()[None]
+    """The kernels' results, each lane's of its own vector: [L, O], or [O] of a single lane."""
     first = kernels[0](x_L[0], *more).numpy()
+    if len(kernels) == 1:
+        return first
     out_LO = np.empty((len(kernels), len(first)), np.float32)
     out_LO[0] = first
     for lane in range(1, len(kernels)):
@@ -50,9 +50,11 @@ class TokenLoop:
 
     def __init__(self, schedule: Schedule, config: LaneConfig, lanes: int, exchange: RankExchange) -> None:
         self.config, self.exchange = config, exchange
-        self._x_LD = np.zeros((lanes, config.hidden_size), np.float32)
+        # A single lane's rows are plain vectors, which saves a view at every step.
+        shape = (lanes, config.hidden_size) if lanes > 1 else (config.hidden_size,)
+        self._x_LD = np.zeros(shape, np.float32)
         self._streams = torch.from_numpy(self._x_LD)
-        self._lane_streams = self._streams.unbind(0)
+        self._lane_streams = self._streams.view(lanes, -1).unbind(0)
         self._scratch_LD = np.empty_like(self._x_LD)
         # Per module: the factor on the own partial, whether it is sent, and (module, with own, last use) landing now.
         self._plan = [
@@ -101,13 +103,13 @@ class TokenLoop:
         config, exchange = self.config, self.exchange
         exchange.at(2 * config.num_hidden_layers)
         if config.lm_head_type in ("lane", "vocab_parallel"):
-            normed_LD = torch.from_numpy(each(steps.norms, self._lane_streams)).unbind(0)
-            logits = each(steps.products, normed_LD)
+            normed_LD = torch.from_numpy(each(steps.norms, self._lane_streams)).view(len(steps.norms), -1)
+            logits = each(steps.products, normed_LD.unbind(0))
             gather = exchange.sum_rows if config.lm_head_type == "lane" else exchange.gather_rows
-            return gather(logits).reshape(-1)
+            return gather(logits)
         if config.pre_norm_lane_agg:
             read_D = steps.norms[0](torch.from_numpy(exchange.sum_rows(self._x_LD)))
         else:
             read_D = torch.from_numpy(exchange.sum_rows(each(steps.norms, self._lane_streams)) / config.num_lanes)
         slices_LC = each(steps.products, [read_D] * len(steps.products))
-        return exchange.gather_rows(slices_LC).reshape(-1)[: config.vocab_size]
+        return exchange.gather_rows(slices_LC)[: config.vocab_size]

@@ -1,1 +1,1 @@
-
+"""Triton kernels: none yet."""

@@ -18,7 +18,7 @@ from laneformer.ops import tree_sum
 
 MODULES, SLOTS = 6, 6
 LATENCY_S = 0.03
-KINDS = [("mailbox", 8, 2), ("mailbox", 8, 4), ("mailbox", 6, 3), ("gloo", 8, 2), ("gloo", 6, 3)]
+KINDS = [("mailbox", 8, 2), ("mailbox", 8, 4), ("mailbox", 6, 3), ("mailbox", 2, 2), ("gloo", 8, 2), ("gloo", 6, 3)]
 # What is posted, and when each is landed: delayed, at once, and out of order.
 PLAY = [("post", 0), ("post", 1), ("post", 2), ("land", 0), ("post", 3), ("land", 3), ("land", 2), ("land", 1)]
 
@@ -49,11 +49,13 @@ def play(exchange, mine):
 
 
 def play_rows(exchange, mine):
-    """The same for one token's rows, as arrays."""
-    exchange.post_rows(0, mine(11))
-    exchange.post_rows(1, mine(12))
+    """The same for one token's rows, as arrays; a single lane's are a plain vector."""
+    rows = {module: mine(module) for module in (11, 12, 13, 14)}
+    rows = {module: x[0] if len(x) == 1 else x for module, x in rows.items()}
+    exchange.post_rows(0, rows[11])
+    exchange.post_rows(1, rows[12])
     landed = [exchange.land_rows(0), exchange.land_rows(1)]
-    head = [exchange.sum_rows(mine(13)), exchange.gather_rows(mine(14))]
+    head = [exchange.sum_rows(rows[13]), exchange.gather_rows(rows[14])]
     return [torch.from_numpy(x.copy()) for x in (*landed, *head)]
 
 
@@ -82,7 +84,7 @@ def of_one_process(lanes):
     return [
         *(tree_sum(partial(lanes, module)) for module in (0, 3, 2, 1)), tree_sum(partial(lanes, 7, 11)),
         tree_sum(partial(lanes, 8, 1)), partial(lanes, 9, 11), partial(lanes, 10, 1),
-        *(tree_sum(row(module)) for module in (11, 12, 13)), row(14),
+        *(tree_sum(row(module)) for module in (11, 12, 13)), row(14).flatten(),
     ]  # fmt: skip
 
 
