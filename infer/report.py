@@ -112,6 +112,7 @@ def row(bench: Bench, variant: Variant, samples: Samples) -> dict[str, Any]:
         "tokens_per_s_spread": {"low": float(1 / rounds_s.max()), "high": float(1 / rounds_s.min())},
         "ttft_ms": float(np.median(samples.ttft_s) * 1e3),
         "itl_ms": {f"p{p}": float(np.percentile(pooled_ms, p)) for p in (50, 90, 99)},
+        "round_itl_ms": [float(t) * 1e3 for t in rounds_s],
         "wait_us_per_token": None if variant.runner in PEERS else float(np.median(waits.mean(1))),
         "wait_us_per_token_by_rank": None if variant.runner in PEERS else [float(w) for w in np.median(waits, 0)],
         "head_wait_us_per_token": None if variant.runner in PEERS else float(np.median(head_waits.mean(1))),
