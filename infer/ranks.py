@@ -120,10 +120,12 @@ class RankGroup:
             meeting = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="laneformer-"))
         environment = os.environ | {
             "OMP_NUM_THREADS": str(threads),
-            "OMP_WAIT_POLICY": "passive",
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
+        if self.ranks > 1:
+            # Threads that spin between operations would take the cores of other ranks.
+            environment["OMP_WAIT_POLICY"] = "passive"
         for rank in range(self.ranks):
             ours, theirs = Pipe()
             command = [sys.executable, "-m", "laneformer.infer.worker", str(theirs.fileno())]
