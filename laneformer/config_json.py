@@ -86,7 +86,7 @@ def _rope(keys: dict[str, Any], source: str) -> None:
     for name, given_block in given.items():
         if not isinstance(given_block, dict):
             raise ConfigError(f"{source}: {name} is {given_block!r}, expected an object or null")
-        block: dict[str, Any] = {ROPE_ALIASES.get(key, key): value for key, value in given_block.items()}
+        block = {ROPE_ALIASES.get(str(key), str(key)): value for key, value in given_block.items()}
         theta = block.pop("rope_theta", None)
         if theta is not None:
             if keys.get("rope_theta", theta) != theta:
