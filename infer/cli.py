@@ -17,6 +17,7 @@ from laneformer.infer.cli_support import (
     friendly_errors,
     messages,
     progress_bar,
+    table_console,
     write_json,
 )
 from laneformer.infer.limits import WAIT_LIMIT_S
@@ -35,10 +36,12 @@ ScheduleText = Annotated[
     str, typer.Option(help="tensor-parallel, delayed:D, delayed:D:early, ladder, silent, or checkpoint (its own).")
 ]
 RunnerName = Annotated[str, typer.Option(help="eager or compiled.")]
-ExchangeName = Annotated[str, typer.Option(help="mailbox (shared memory), gloo or nccl.")]
+ExchangeName = Annotated[str, typer.Option(help="mailbox (shared memory) or gloo.")]
 DType = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; the checkpoint's own by default.")]
 Threads = Annotated[int | None, typer.Option(help="Threads a rank; cores are shared equally by default.", min=1)]
-WaitLimit = Annotated[float, typer.Option(help="Seconds a rank may wait or stand still before the run is ended.")]
+WaitLimit = Annotated[
+    float, typer.Option(help="Seconds a rank may wait or stand still before the run is ended.", min=0.1)
+]
 
 
 @app.command()
@@ -165,9 +168,10 @@ def bench(
     from laneformer.infer.figure import check_figure_path, draw
     from laneformer.infer.report import print_table
 
-    with friendly_errors(), checkpoint_of(folder, preset, lanes) as path, progress_bar() as bar:
+    with friendly_errors():
         check_dtype(dtype)
         figure_path = None if figure is None else check_figure_path(figure)
+    with friendly_errors(), checkpoint_of(folder, preset, lanes) as path, progress_bar() as bar:
         settings = BenchSettings(
             folder=str(path),
             ranks=parse_list(ranks, int, "--ranks"),
@@ -190,7 +194,7 @@ def bench(
             lambda done, total: bar.update(task, description="measuring", completed=done, total=total),
         )
         bar.stop()
-        print_table(result, Console(width=None if sys.stdout.isatty() else 150))
+        print_table(result, table_console())
         if figure_path is not None:
             draw(result, figure_path)
         if json_file is not None:
@@ -229,7 +233,7 @@ def cost(
 
             measured = measure_bandwidth()
         report = cost_report(config, machine, ranks, named, dtype, context, measured)
-        print_cost(report, Console())
+        print_cost(report, table_console())
         if json_file is not None:
             write_json(report, json_file)
 

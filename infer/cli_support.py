@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 DTYPES = ("float32", "float16", "bfloat16")
+TABLE_WIDTH = 150
 messages = Console(stderr=True)
 
 
@@ -48,6 +50,11 @@ def progress_bar() -> Iterator[Progress]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=messages, disable=not messages.is_terminal, transient=True) as bar:
         yield bar
+
+
+def table_console() -> Console:
+    """Where tables go: as wide as the terminal, or wide enough for any table where there is none."""
+    return Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
 
 
 def write_json(document: dict[str, Any], path: Path) -> None:

@@ -105,7 +105,7 @@ class LocalExchange(RowsAsTensors, InProcess):
 
 
 class DistributedExchange(RowsAsTensors):
-    """Partials through torch.distributed (gloo or NCCL): asynchronous gathers, waited for where the schedule lands."""
+    """Partials through torch.distributed: asynchronous gathers, waited for only where the schedule lands them."""
 
     def __init__(self, lanes: int, modules: int, limit_s: float, status: Status | None = None) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()

@@ -21,6 +21,7 @@ from laneformer.infer.exchange import RankExchange
 from laneformer.infer.weights import RankWeights, aligned, aligned_lanes
 from laneformer.lanes import run_schedule
 from laneformer.schedule import Schedule
+from laneformer.view import turns
 
 # From this many rows on, widening 16-bit weights first makes a product on a CPU several times faster.
 WIDEN_ROWS = 8
@@ -42,14 +43,8 @@ class Forward:
         self.config, self.weights, self.exchange = config, weights, exchange
         self.cache = KVCache(config, capacity, 1, len(weights.lanes), weights.dtype)
         self.modules = 2 * config.num_hidden_layers
-        scaling = config.rope_scaling
-        freq = ops.rope_frequencies(
-            config.head_size,
-            config.rope_theta,
-            None if scaling is None else (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor,
-                                          scaling.original_max_position_embeddings),
-        )  # fmt: skip
-        self.cos_TE, self.sin_TE = ops.rope_tables(torch.arange(capacity), freq, torch.float32)
+        cos, sin = turns(config, torch.arange(capacity)[None], torch.float32)
+        self.cos_TE, self.sin_TE = cos[0, 0, 0], sin[0, 0, 0]
 
     def streams(self, tokens_S: Tensor, schedule: Schedule) -> Tensor:
         """The lanes' streams [L, S, D] after all modules for new tokens; the cache takes their positions."""

@@ -71,7 +71,7 @@ def run_generate(
         done, shown = show(tokens, text, request.stop_texts, stream)
         ranks, runner = session.ranks, session.runner
     result = summary(done, shown, request, ranks, runner)
-    messages.print(describe(result), style="dim", highlight=False)
+    messages.print(describe(result), style="dim", highlight=False, soft_wrap=True)
     return result
 
 

@@ -27,7 +27,7 @@ from laneformer.infer.sum_tree import SumTree
 from laneformer.schedule import Schedule
 
 RUNNERS = ("eager", "compiled")
-EXCHANGES = ("mailbox", "gloo", "nccl")
+EXCHANGES = ("mailbox", "gloo")
 START_LIMIT_S = 600.0
 POLL_S = 0.1
 LAST_WORDS_S = 0.3

@@ -38,8 +38,8 @@ class TorchrunSession:
             raise RequestError(f"--ranks is {settings.ranks} but torchrun started {self.ranks}; leave --ranks out")
         SumTree.over(self.config.num_lanes, self.ranks)
         torch.set_num_threads(settings.threads or 1)
-        backend = settings.exchange if settings.exchange in ("gloo", "nccl") else "gloo"
-        dist.init_process_group(backend)
+        # A mailbox is memory that one parent process shares out; torchrun's ranks have none.
+        dist.init_process_group("gloo")
         share = self.config.num_lanes // self.ranks
         lanes = range(self.rank * share, (self.rank + 1) * share)
         dtype = getattr(torch, settings.dtype) if settings.dtype else None
