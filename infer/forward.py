@@ -9,8 +9,6 @@ K key-value heads of a lane, E head size, V vocabulary, C a lane's share of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -97,21 +95,17 @@ class Forward:
         """The streams normalised, float32 as they are."""
         return ops.rms_norm(x_LSD, weight_LD[:, None], self.config.norm_eps)
 
-    def head(self, x_LSD: Tensor, product: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Logits [S, V] in float32 from the lanes' final streams; the same bits on every rank.
-
-        `product` multiplies each lane's rows [L, S, D] by its slice of the head, if not by `each_lane`.
-        """
+    def head(self, x_LSD: Tensor) -> Tensor:
+        """Logits [S, V] in float32 from the lanes' final streams; the same bits on every rank."""
         config, weights, exchange = self.config, self.weights, self.exchange
-        product = product or self.head_product
         exchange.at(self.modules)
         if config.lm_head_type == "lane":
-            return exchange.sum_lanes(product(self.norm(x_LSD, weights.norm_LD)))
+            return exchange.sum_lanes(self.head_product(self.norm(x_LSD, weights.norm_LD)))
         if config.lm_head_type == "vocab_parallel":
             normed_LSD = self.norm(x_LSD, weights.norm_LD)
         else:
             normed_LSD = self.lane_mean(x_LSD).expand(len(weights.lanes), *x_LSD.shape[1:])
-        return exchange.gather_lanes(product(normed_LSD)).movedim(0, 1).flatten(1)[:, : config.vocab_size]
+        return exchange.gather_lanes(self.head_product(normed_LSD)).movedim(0, 1).flatten(1)[:, : config.vocab_size]
 
     def head_product(self, x_LSD: Tensor) -> Tensor:
         """Each lane's rows times its slice of the head, float32 [L, S, C]."""

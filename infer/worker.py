@@ -13,7 +13,6 @@ import os
 import resource
 import signal
 import sys
-import time
 import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -160,7 +159,7 @@ class Worker:
 
     def memory(self) -> None:
         """The peak of this process's resident memory, bytes."""
-        self.send(event="done", peak_bytes=peak_memory(), at=time.time())
+        self.send(event="done", peak_bytes=peak_memory())
 
 
 def peak_memory() -> int:

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-METHODS = ("hf-generate", "hf-compiled")
-
 
 class Clock:
     """A streamer for generate() that notes when each token came, seconds since `start`."""
