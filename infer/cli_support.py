@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from laneformer.terminal import fail, messages
+from laneformer.terminal import progress_bar as progress_bar
+from laneformer.terminal import table_console as table_console
+from laneformer.terminal import write_json as write_json
 
 DTYPES = ("float32", "float16", "bfloat16")
-TABLE_WIDTH = 150
-messages = Console(stderr=True)
 
 
 def check_dtype(dtype: str | None) -> None:
@@ -45,30 +43,6 @@ def checkpoint_of(folder: Path | None, preset: str | None, lanes: int | None = N
 
 
 @contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """A bar on standard error, silent where that is not a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=messages, disable=not messages.is_terminal, transient=True) as bar:
-        yield bar
-
-
-def table_console() -> Console:
-    """Where tables go: as wide as the terminal, or wide enough for any table where there is none."""
-    return Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
-
-
-def write_json(document: dict[str, Any], path: Path) -> None:
-    """One JSON document in a file, or as the last line of standard output for `-`."""
-    from laneformer.files import write_text
-
-    if str(path) == "-":
-        print(json.dumps(document), flush=True)
-    else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(document, indent=1) + "\n")
-
-
-@contextmanager
 def friendly_errors() -> Iterator[None]:
     """A user's mistake is one line and exit code 2; a failed run is one line and exit code 1."""
     from laneformer.infer.bench import GateError
@@ -78,10 +52,10 @@ def friendly_errors() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        messages.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        fail(error)
         raise typer.Exit(2) from None
     except (RankError, GateError, PeerError, OSError) as error:
-        messages.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        fail(error)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         messages.print("stopped")

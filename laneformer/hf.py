@@ -110,7 +110,7 @@ class HFView(View):
         batch, count = x_BSD.shape[:2]
         # A static cache counts in a tensor, so that a compiled step is compiled once.
         start: Any = 0 if cache is None else cache.get_seq_length()
-        self.config, self.hf_cache = config, cache
+        self.config, self.hf_cache, self.documents_BS = config, cache, None
         self.slots_S = torch.arange(count, device=x_BSD.device) + start
         self.valid_BT = None if mask_BT is None else _checked_mask(mask_BT, batch, start, count)
         positions = self.slots_S[None] if positions_BS is None else positions_BS

@@ -33,6 +33,10 @@ class Exchange(Protocol):
         """x of all lanes in lane order, [L, ...]."""
         ...
 
+    def shared(self, x: Tensor) -> Tensor:
+        """x, which every process has alike and feeds to its own lanes: in training their gradients add up."""
+        ...
+
 
 class InProcess:
     """The exchange of a process that owns every lane."""
@@ -55,6 +59,10 @@ class InProcess:
     def gather_lanes(self, x_L: Tensor) -> Tensor:
         """x itself: all lanes are here."""
         return x_L
+
+    def shared(self, x: Tensor) -> Tensor:
+        """x itself: all lanes are here."""
+        return x
 
 
 def run_schedule(

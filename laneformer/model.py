@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from .cache import KVCache
 from .config import LaneConfig
@@ -40,6 +41,8 @@ class Laneformer(nn.Module):
         self.config = config
         self.lanes = check_lanes(config, lanes)
         self.schedule = resolve_schedule(config, schedule)
+        # Whether training keeps the modules' inputs only and computes what lies inside anew in the backward pass.
+        self.recompute = False
         held = len(self.lanes)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.model = Trunk(config, held, **factory)
@@ -59,11 +62,13 @@ class Laneformer(nn.Module):
         cache: KVCache | None = None,
         attention_mask: Tensor | None = None,
         exchange: Exchange | None = None,
+        documents_BS: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, S, V] of the new tokens, in the weights' type.
 
         `cache` holds what came before and takes the new positions. `attention_mask` (1 = token, 0 = left padding) is
         [B, S] for the new tokens or [B, T] for all. `exchange` is needed when other processes hold the other lanes.
+        `documents_BS` numbers the document of each token: attention stays within a document.
         """
         if tokens_BS.dim() != 2 or tokens_BS.numel() == 0:
             raise ValueError(f"tokens must be [B, S] with at least one token, got {list(tokens_BS.shape)}")
@@ -77,12 +82,22 @@ class Laneformer(nn.Module):
             cache.room_for(tokens_BS.shape[1])
         embedding_VD = self.model.tok_embeddings.weight
         x_BSD = F.embedding(tokens_BS, embedding_VD)
-        view = View(self.config, tokens_BS, x_BSD.dtype, cache, attention_mask)
-        x_LBSD = x_BSD.expand(len(self.lanes), *x_BSD.shape)
-        x_LBSD = final_streams(self.model, self.schedule, self.config.num_lanes, x_LBSD, view, exchange)
+        view = View(self.config, tokens_BS, x_BSD.dtype, cache, attention_mask, documents_BS)
+        streams = 1 if cache is None and self.one_stream else len(self.lanes)
+        x_LBSD = exchange.shared(x_BSD).expand(streams, *x_BSD.shape)
+        x_LBSD = final_streams(
+            self.model, self.schedule, self.config.num_lanes, x_LBSD, view, exchange, self.recompute and self.training
+        )
         if cache is not None:
             cache.advance(tokens_BS.shape[1])
+        x_LBSD = x_LBSD.expand(len(self.lanes), *x_BSD.shape)
         return self.lm_head(x_LBSD, self.model.norm, embedding_VD, exchange)
+
+    @property
+    def one_stream(self) -> bool:
+        """Whether the lanes' streams are all equal, and all here, so that one is enough until the head."""
+        everything = len(self.lanes) == self.config.num_lanes
+        return everything and self.schedule.streams_stay_equal and self.config.replicated_rmsn_scale
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """An empty cache for `capacity` positions of `batch` sequences, in this model's type and place."""
@@ -115,7 +130,13 @@ class Laneformer(nn.Module):
 
 
 def final_streams(
-    trunk: Trunk, schedule: Schedule, num_lanes: int, x_LBSD: Tensor, view: View, exchange: Exchange
+    trunk: Trunk,
+    schedule: Schedule,
+    num_lanes: int,
+    x_LBSD: Tensor,
+    view: View,
+    exchange: Exchange,
+    recompute: bool = False,
 ) -> Tensor:
     """The lanes' streams [L, B, S, D] after every layer, from their first ones."""
 
@@ -125,6 +146,11 @@ def final_streams(
             return layer.attention(layer.attention_norm(x_LBSD), view, n // 2)
         return layer.feed_forward(layer.ffn_norm(x_LBSD))
 
+    def recomputed(n: int, x_LBSD: Tensor) -> Tensor:
+        return cast(Tensor, checkpoint(module, n, x_LBSD, use_reentrant=False, preserve_rng_state=False))
+
+    if recompute:
+        return run_schedule(schedule, num_lanes, x_LBSD, recomputed, exchange)
     return run_schedule(schedule, num_lanes, x_LBSD, module, exchange)
 
 

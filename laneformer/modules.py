@@ -36,6 +36,16 @@ class LaneWeight(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
 
+def rows(weight_LOI: Tensor, streams: int) -> Tensor:
+    """The lanes' matrices [L, O, I], or for a single stream of several lanes their rows as one matrix [1, L O, I]."""
+    return weight_LOI if weight_LOI.shape[0] == streams else weight_LOI.flatten(0, 1)[None]
+
+
+def columns(weight_LOI: Tensor, streams: int) -> Tensor:
+    """The lanes' matrices [L, O, I], or for a single stream of several lanes their columns as one, [1, O, L I]."""
+    return weight_LOI if weight_LOI.shape[0] == streams else weight_LOI.transpose(0, 1).flatten(1)[None]
+
+
 class LaneNorm(nn.Module):
     """RMSNorm of every lane's stream: one `weight` [D] for all lanes, or a `scale` [L, D] of their own."""
 
@@ -76,9 +86,10 @@ class Attention(nn.Module):
         self.head_size = head
 
     def forward(self, x_LBSD: Tensor, view: View, layer: int) -> Tensor:
-        """The lanes' partials [L, B, S, D] from their normalised streams."""
+        """The lanes' partials [L, B, S, D] from their normalised streams; of one stream for all lanes, their sum."""
+        streams = x_LBSD.shape[0]
         q, k, v = (
-            ops.lane_linear(x_LBSD, w.weight).unflatten(-1, (-1, self.head_size)).transpose(2, 3)
+            ops.lane_linear(x_LBSD, rows(w.weight, streams)).unflatten(-1, (-1, self.head_size)).transpose(2, 3)
             for w in (self.wq, self.wk, self.wv)
         )
         if hasattr(self, "q_norm"):
@@ -86,7 +97,7 @@ class Attention(nn.Module):
         q, k = ops.rope(q, view.cos, view.sin), ops.rope(k, view.cos, view.sin)
         k, v, mask = view.extend(layer, k, v)
         out_LBHSE = ops.attention(q, k, v, mask)
-        return ops.lane_linear(out_LBHSE.transpose(2, 3).flatten(3), self.wo.weight)
+        return ops.lane_linear(out_LBHSE.transpose(2, 3).flatten(3), columns(self.wo.weight, streams))
 
 
 class FeedForward(nn.Module):
@@ -101,9 +112,10 @@ class FeedForward(nn.Module):
         self.w2 = LaneWeight(lanes, hidden, share, fan_in=units, **factory)
 
     def forward(self, x_LBSD: Tensor) -> Tensor:
-        """The lanes' partials [L, B, S, D] from their normalised streams."""
-        hidden = ops.gated_mlp(ops.lane_linear(x_LBSD, self.w1.weight), ops.lane_linear(x_LBSD, self.w3.weight))
-        return ops.lane_linear(hidden, self.w2.weight)
+        """The lanes' partials [L, B, S, D] from their normalised streams; of one stream for all lanes, their sum."""
+        streams = x_LBSD.shape[0]
+        gate, up = (ops.lane_linear(x_LBSD, rows(w.weight, streams)) for w in (self.w1, self.w3))
+        return ops.lane_linear(ops.gated_mlp(gate, up), columns(self.w2.weight, streams))
 
 
 class Layer(nn.Module):

@@ -7,10 +7,13 @@ heads of a lane, E head size, F feed-forward width of a lane, V vocabulary, I an
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .norm import RmsNorm
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -21,6 +24,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., D] divided by its root mean square over D, times weight (broadcast to x); arXiv 1910.07467."""
     wide = x.to(accumulation_dtype(x.dtype))
+    if torch.is_grad_enabled():
+        return cast(Tensor, RmsNorm.apply(wide, weight.to(wide.dtype), eps)).to(x.dtype)
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (scaled * weight.to(wide.dtype)).to(x.dtype)
 
@@ -58,8 +63,11 @@ def rope_tables(positions: Tensor, freq: Tensor, dtype: torch.dtype) -> tuple[Te
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns neighbouring pairs (2i, 2i+1) of x [..., E] by the angles of cos, sin [..., E/2]; arXiv 2104.09864."""
-    even, odd = x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x.dtype)
+    wide = x.to(cos.dtype)
+    # Whole rows are multiplied, since every other element of memory is slow to read: (a, b) cos + (b, a) (-sin, sin).
+    swapped = wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    cos_E, sin_E = torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)
+    return (wide * cos_E + swapped * sin_E).to(x.dtype)
 
 
 def visible(query_S: Tensor, key_T: Tensor, window: int | None) -> Tensor:
@@ -69,15 +77,16 @@ def visible(query_S: Tensor, key_T: Tensor, window: int | None) -> Tensor:
     return seen if window is None else seen & (gap < window)
 
 
-def attention(q_LBHSE: Tensor, k_LBKTE: Tensor, v_LBKTE: Tensor, mask: Tensor) -> Tensor:
-    """Grouped-query attention of every lane, [L, B, H, S, E]; mask is bool, [S, T] or [B, 1, S, T]."""
+def attention(q_LBHSE: Tensor, k_LBKTE: Tensor, v_LBKTE: Tensor, mask: Tensor | None) -> Tensor:
+    """Grouped-query attention of every lane, [L, B, H, S, E]; mask is bool, [S, T] or [B, 1, S, T]; None is causal."""
     lanes, batch = q_LBHSE.shape[:2]
-    mask_B = mask if mask.dim() == 2 else mask.repeat(lanes, 1, 1, 1)
+    mask_B = mask if mask is None or mask.dim() == 2 else mask.repeat(lanes, 1, 1, 1)
     out = F.scaled_dot_product_attention(
         q_LBHSE.flatten(0, 1),
         k_LBKTE.flatten(0, 1),
         v_LBKTE.flatten(0, 1),
         attn_mask=mask_B,
+        is_causal=mask_B is None,
         enable_gqa=q_LBHSE.shape[2] != k_LBKTE.shape[2],
     )
     return out.unflatten(0, (lanes, batch))

@@ -17,8 +17,20 @@ class View:
     """What the attention of one forward pass sees: rope tables, masks, and the cache if there is one."""
 
     def __init__(
-        self, config: LaneConfig, x_BS: Tensor, dtype: torch.dtype, cache: KVCache | None, mask: Tensor | None
+        self,
+        config: LaneConfig,
+        x_BS: Tensor,
+        dtype: torch.dtype,
+        cache: KVCache | None,
+        mask: Tensor | None,
+        documents_BS: Tensor | None = None,
     ):
+        if documents_BS is not None and (cache is not None or mask is not None or documents_BS.shape != x_BS.shape):
+            raise ValueError(
+                f"documents are {list(documents_BS.shape)} for tokens {list(x_BS.shape)}; they must be of one shape, "
+                "and are for training: neither cache nor attention_mask goes with them"
+            )
+        self.documents_BS = documents_BS
         batch, count = x_BS.shape
         device = x_BS.device
         start = 0 if cache is None else cache.length
@@ -51,12 +63,16 @@ class View:
             self.cache.valid_BT = valid
         return valid
 
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values and mask a layer attends to, the new positions stored."""
-        key_T = self.slots_S
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys, values and mask (None for plain causal) a layer attends to, the new positions stored."""
         if self.cache is not None:
             k, v, key_T = self.cache.append(layer, k, v)
-        return k, v, self.mask(layer, key_T)
+            return k, v, self.mask(layer, key_T)
+        window = self.config.window(layer)
+        everything = window is None or window >= len(self.slots_S)
+        if everything and self.valid_BT is None and self.documents_BS is None:
+            return k, v, None
+        return k, v, self.mask(layer, self.slots_S)
 
     def mask(self, layer: int, key_T: Tensor) -> Tensor:
         """What the new positions of a layer see of the keys at positions key_T, bool; formed once for each window."""
@@ -67,6 +83,8 @@ class View:
 
     def _mask(self, key_T: Tensor, window: int | None) -> Tensor:
         seen = ops.visible(self.slots_S, key_T, window)
+        if self.documents_BS is not None:
+            return (seen & (self.documents_BS[:, :, None] == self.documents_BS[:, None, :]))[:, None]
         if self.valid_BT is None:
             return seen
         # A key outside the known slots (an empty ring slot, storage not yet written) is unseen already.

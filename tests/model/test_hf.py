@@ -189,7 +189,8 @@ def test_what_transformers_saves_the_lane_model_reads_and_the_other_way_round(ti
     lanes, folder = tiny(**changes)
     model, ids = AutoModelForCausalLM.from_pretrained(folder), prompt(2, 9)
     assert model.dtype is torch.float64
-    assert torch.equal(model(ids).logits, lanes(ids))
+    # One stream stands for all lanes where they are equal, so sums are formed in another order.
+    torch.testing.assert_close(model(ids).logits, lanes(ids), rtol=1e-12, atol=1e-12)
     model.save_pretrained(tmp_path / "saved")
     again = Laneformer.from_pretrained(tmp_path / "saved")
     assert again.config == Laneformer.from_pretrained(folder).config

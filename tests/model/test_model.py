@@ -201,6 +201,9 @@ class Part:
     def gather_lanes(self, x_L):
         return self.desk.swap(self.lanes, x_L)
 
+    def shared(self, x):
+        return x
+
 
 def run_in_parts(whole, parts):
     """Prefill and two decode steps of a model whose lanes are spread over threads: the logits each part sees."""
