@@ -1,4 +1,4 @@
-"""The `infer` command: generate, check, bench, cost."""
+"""The `infer` command: generate, check, bench, cost, eval."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from laneformer.infer.cli_support import (
     table_console,
     write_json,
 )
+from laneformer.infer.eval_cli import evaluate
 from laneformer.infer.limits import WAIT_LIMIT_S
 
 app = typer.Typer(
@@ -236,6 +237,9 @@ def cost(
         print_cost(report, table_console())
         if json_file is not None:
             write_json(report, json_file)
+
+
+app.command("eval")(evaluate)
 
 
 def main() -> None:

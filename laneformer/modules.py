@@ -172,15 +172,15 @@ class Head(nn.Module):
             all_LBSD = exchange.gather_lanes(norm(x_LBSD))
             return F.linear(all_LBSD.movedim(0, 2).flatten(2), self.linear.weight)
         if config.lm_head_type == "vocab_parallel":
-            slices_LBSV = exchange.gather_lanes(ops.lane_linear(norm(x_LBSD), self._slices(embedding_VD)))
+            slices_LBSV = exchange.gather_lanes(ops.lane_linear(norm(x_LBSD), self._slices(embedding_VD, exchange)))
             return slices_LBSV.movedim(0, 2).flatten(2)
         weight_VD = self.weight if hasattr(self, "weight") else embedding_VD
         if config.pre_norm_lane_agg:
             return F.linear(norm(exchange.sum_lanes(x_LBSD).to(dtype)[None])[0], weight_VD)
         return F.linear((exchange.sum_lanes(norm(x_LBSD)) / config.num_lanes).to(dtype), weight_VD)
 
-    def _slices(self, embedding_VD: Tensor) -> Tensor:
+    def _slices(self, embedding_VD: Tensor, exchange: Exchange) -> Tensor:
         """Each held lane's slice of the vocabulary, [L, V/L, D]."""
         if hasattr(self, "weight"):
             return self.weight
-        return embedding_VD.unflatten(0, (self.config.num_lanes, -1))[list(self.lanes)]
+        return exchange.shared(embedding_VD).unflatten(0, (self.config.num_lanes, -1))[list(self.lanes)]

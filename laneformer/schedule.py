@@ -8,9 +8,8 @@ names the module whose sum over lanes arrives, and whether the lane's own partia
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -53,6 +52,8 @@ class Schedule:
     """The steps of all 2N modules. Two schedules are equal when their steps are, whatever they were called."""
 
     steps: tuple[Step, ...]
+    # For each module, the step at which its partial is last landed (itself when it never is).
+    last_use: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.steps) < 2 or len(self.steps) % 2:
@@ -69,15 +70,11 @@ class Schedule:
         lost = [n for n, step in enumerate(self.steps) if step.sends and n not in landed]
         if lost:
             raise ValueError(f"modules {lost} send a partial that nothing lands")
-
-    @cached_property
-    def last_use(self) -> tuple[int, ...]:
-        """For each module, the step at which its partial is last landed (itself when it never is)."""
         last = list(range(len(self.steps)))
         for n, step in enumerate(self.steps):
             for landing in step.lands:
                 last[landing.module] = n
-        return tuple(last)
+        object.__setattr__(self, "last_use", tuple(last))
 
     @property
     def num_layers(self) -> int:

@@ -14,7 +14,7 @@ from .config import LaneConfig
 from .cost import count_parameters, lanes_per_rank
 from .schedule import Schedule
 
-SHARDS = ("none", "ddp", "fsdp")
+SHARDS = ("ddp", "fsdp")
 OPTIMIZERS = ("adamw", "muon")
 # The last is not offered for training: weights, gradients and all arithmetic in bfloat16.
 PRECISIONS = ("float32", "bfloat16", "bfloat16-weights")
@@ -40,6 +40,7 @@ class Layout:
     optimizer: str = "adamw"
     recompute: bool = False
     document_mask: bool = True
+    z_loss: bool = False
 
     def __post_init__(self) -> None:
         for name, choices in (("shard", SHARDS), ("precision", PRECISIONS), ("optimizer", OPTIMIZERS)):
@@ -52,8 +53,6 @@ class Layout:
             raise ValueError(
                 f"{self.lane_ranks} devices share the lanes of a replica, which does not divide {self.devices} devices"
             )
-        if self.shard == "none" and self.replicas > 1:
-            raise ValueError(f"{self.replicas} replicas need parallel.shard=ddp or fsdp, got none")
         if self.batch % (self.micro_batch * self.replicas):
             raise ValueError(
                 f"a batch of {self.batch} sequences does not divide into {self.replicas} replicas of micro-batches of "
@@ -105,6 +104,7 @@ class Saved:
     feed_forward: float
     masks: float
     head: float
+    logits: float
 
     @property
     def total(self) -> float:
@@ -160,16 +160,20 @@ def saved_bytes(config: LaneConfig, schedule: Schedule, layout: Layout) -> Saved
 
     With `recompute` that is each module's input; else also: the normalised input (under autocast once for every
     matrix that reads it), queries, keys, values, the attention's output and log-sum, and gate, its silu, up and their
-    product. The attention keeps no scores. The head keeps its input and the log-probabilities in float32.
+    product. The attention keeps no scores. The head keeps its input, the loss the log-probabilities in float32, and
+    the z-loss the logits.
     """
     modules, tokens = 2 * config.num_hidden_layers, layout.micro_batch * layout.sequence
     row = streams_held(config, schedule, layout.lane_ranks) * config.hidden_size
     streams = row // config.hidden_size
-    # Norms work in float32 and keep their input and one factor a row; the last one is never computed anew.
+    # Norms work in float32 and keep the scaled input and one factor a row; the last one, over all lanes held, is never
+    # computed anew.
     a_norm = FLOAT32 * (row + streams)
+    last_norm = FLOAT32 * lanes_per_rank(config, layout.lane_ranks) * (config.hidden_size + 1)
     kept_width = layout.width if layout.precision == "bfloat16-weights" else FLOAT32
-    inputs = modules * row * kept_width if layout.recompute else modules * a_norm
-    head = a_norm + config.hidden_size * layout.width + FLOAT32 * config.vocab_size
+    # The first module's input is the embedding, once for all streams.
+    inputs = ((modules - 1) * row + config.hidden_size) * kept_width if layout.recompute else modules * a_norm
+    logits = FLOAT32 * config.vocab_size * (2 if layout.z_loss else 1)
     attention, feed_forward, masks = inner_bytes(config, schedule, layout)
     layers = 0 if layout.recompute else config.num_hidden_layers
     return Saved(
@@ -177,7 +181,8 @@ def saved_bytes(config: LaneConfig, schedule: Schedule, layout: Layout) -> Saved
         attention=layers * attention,
         feed_forward=layers * feed_forward,
         masks=sum(masks) if layers else 0,
-        head=tokens * head,
+        head=tokens * (last_norm + config.hidden_size * layout.width),
+        logits=tokens * logits,
     )
 
 
@@ -209,10 +214,11 @@ def _mask_bytes(config: LaneConfig, layout: Layout, layer: int, streams: int) ->
 def training_memory(config: LaneConfig, schedule: Schedule, layout: Layout, reserve: float = 2e9) -> Memory:
     """Bytes on the fullest device at the peak of a step.
 
-    Weights, gradients and optimizer state in float32 (bfloat16-weights: bfloat16), cut over the replicas with fsdp.
-    The copy that is computed with is all weights in bfloat16 (autocast keeps it), with fsdp the ends and two layers,
-    the one at work and the next. Working memory is one module's inside, twice where it is computed anew. Logits are
-    there in the computing type and twice in float32. `reserve` is for the runtime and fragmentation.
+    Weights, gradients and optimizer state in float32 (bfloat16-weights: bfloat16), cut over the replicas with fsdp,
+    where gradients are whole until the last micro-batch. The copy that is computed with is all weights in bfloat16
+    (autocast keeps it), with fsdp the ends and two layers, the one at work and the next. Working memory is one
+    module's inside, twice where it is computed anew. Logits are there in the computing type and twice in float32,
+    four times with a z-loss. `reserve` is for the runtime and fragmentation.
     """
     rank = rank_parameters(config, layout.lane_ranks)
     held = 2 if layout.precision == "bfloat16-weights" else FLOAT32
@@ -221,31 +227,38 @@ def training_memory(config: LaneConfig, schedule: Schedule, layout: Layout, rese
     saved = saved_bytes(config, schedule, layout)
     attention, feed_forward, masks = inner_bytes(config, schedule, layout)
     tokens = layout.micro_batch * layout.sequence
-    logits = tokens * config.vocab_size * (2 * FLOAT32 + (0 if layout.width == FLOAT32 else layout.width))
+    copies = FLOAT32 * (4 if layout.z_loss else 2) + (0 if layout.width == FLOAT32 else layout.width)
+    whole_gradients = held * rank.total if cut > 1 and layout.accumulation > 1 else 0
     working = max(attention + max(masks), feed_forward)
     return Memory(
         weights=held * rank.total / cut,
-        compute_copy=_computed_with(config, layout, rank),
-        gradients=held * rank.total / cut,
+        compute_copy=_computed_with(config, schedule, layout, rank),
+        gradients=held * rank.total / cut + whole_gradients,
         optimizer=held * (2 * rank.total - by_muon) / cut,
-        activations=saved.total - saved.masks - FLOAT32 * tokens * config.vocab_size,
+        activations=saved.total - saved.masks - saved.logits,
         masks=saved.masks,
         working=working * (2 if layout.recompute else 1),
-        logits=logits,
+        logits=tokens * config.vocab_size * copies,
         messages=_in_flight(config, schedule, layout),
         reserve=reserve,
     )
 
 
-def _computed_with(config: LaneConfig, layout: Layout, rank: RankParameters) -> float:
+def _computed_with(config: LaneConfig, schedule: Schedule, layout: Layout, rank: RankParameters) -> float:
     """Bytes of the weights that products read, beyond the weights that are kept."""
     if layout.shard == "fsdp":
         return layout.width * (rank.ends + min(2, config.num_hidden_layers) * rank.modules / config.num_hidden_layers)
-    return 2 * rank.total if layout.precision == "bfloat16" else 0
+    if layout.precision == "bfloat16":
+        return 2 * rank.total
+    # A single stream of several lanes reads their columns side by side, which are copied.
+    if streams_held(config, schedule, layout.lane_ranks) == lanes_per_rank(config, layout.lane_ranks):
+        return 0
+    columns = config.num_attention_heads * config.head_size + config.intermediate_size
+    return layout.width * config.num_hidden_layers * config.hidden_size * columns
 
 
 def _in_flight(config: LaneConfig, schedule: Schedule, layout: Layout) -> float:
-    """Bytes of partials sent and not yet landed: each lane's own, and with several ranks a sum to receive into."""
-    row = streams_held(config, schedule, layout.lane_ranks) * config.hidden_size
-    received = config.hidden_size if layout.lane_ranks > 1 else 0
-    return schedule.max_outstanding * layout.micro_batch * layout.sequence * (row + received) * layout.width
+    """Bytes of partials sent and not yet landed: each lane's own, and between ranks a float32 sum to receive into."""
+    own = streams_held(config, schedule, layout.lane_ranks) * config.hidden_size * layout.width
+    received = FLOAT32 * config.hidden_size if layout.lane_ranks > 1 else 0
+    return schedule.max_outstanding * layout.micro_batch * layout.sequence * (own + received)

@@ -86,20 +86,20 @@ def lane_exchange(
     """Plays one micro-batch forward and backward on one rank that computes at `flops_per_s`.
 
     Forward, a partial is sent after its module and landed by the step that the schedule says. Backward, the gradient
-    of a landing is sent when that step is reached and needed before the module whose partial had landed. Messages
-    share one link and follow each other. The streams before the head meet in one more blocking message each way, and
-    so does the embedding's gradient. Raises ValueError where the machine's links are not known.
+    of a landing is sent when that step is reached and needed before the module whose partial had landed. Messages are
+    float32 sums, share one link and follow each other. The streams before the head meet in one more blocking message
+    forward, the embedding's gradient in one backward. Raises ValueError where the machine's links are not known.
     """
     tokens, share = layout.micro_batch * layout.sequence, lanes_per_rank(config, layout.lane_ranks) / config.num_lanes
     seconds = [tokens * share * flops / flops_per_s for flops in module_flops(config, layout.sequence)]
     backward = 3 if layout.recompute else 2
     ranks = layout.lane_ranks
-    nbytes = tokens * config.hidden_size * layout.width
+    nbytes = FLOAT32 * tokens * config.hidden_size
     through = 2 * (ranks - 1) / ranks * nbytes
     message = 0.0
     if ranks > 1:
         message = ring_s(nbytes, ranks, machine.group_bandwidth(ranks, 1), machine.group_latency_us(ranks))
-    sent = 2 * schedule.num_messages + 3 if ranks > 1 else 0
+    sent = 2 * schedule.num_messages + 2 if ranks > 1 else 0
     layers = config.num_hidden_layers
     return LaneExchange(
         messages=sent,
@@ -108,7 +108,7 @@ def lane_exchange(
         forward_compute_s=layers * sum(seconds),
         backward_compute_s=layers * sum(seconds) * backward,
         forward_wait_s=forward_wait(schedule, seconds, message) + message,
-        backward_wait_s=backward_wait(schedule, [backward * s for s in seconds], message) + 2 * message,
+        backward_wait_s=backward_wait(schedule, [backward * s for s in seconds], message) + message,
     )
 
 
@@ -142,29 +142,25 @@ def backward_wait(schedule: Schedule, seconds: list[float], message_s: float) ->
 def weight_traffic(config: LaneConfig, layout: Layout, machine: Machine, backward_s: float) -> WeightTraffic:
     """Gradients (float32) and, with fsdp, weights of one step; `backward_s` is one micro-batch's backward pass.
 
-    ddp reduces once a step, behind the last backward pass. fsdp gathers bfloat16 weights in both passes of every
-    micro-batch and scatters gradients after each; half of a pass is taken to hide them. What all ranks of a replica
-    hold whole (embedding, head, norms) is summed over them once a step, in float32.
+    ddp reduces once a step, behind the last backward pass. fsdp gathers weights in the computing type, modules in both
+    passes of every micro-batch and the rest in one, behind the pass, and scatters gradients behind the last one. Norms
+    that all lanes use are summed over the ranks of a replica once a step.
     """
     rank, copies = rank_parameters(config, layout.lane_ranks), layout.replicas
-    whole = FLOAT32 * (rank.ends + rank.norms) if layout.lane_ranks > 1 else 0
-    shared_s = 0.0
-    if whole:
-        lane_link = machine.group_bandwidth(layout.lane_ranks, 1)
-        shared_s = ring_s(whole, layout.lane_ranks, lane_link, machine.group_latency_us(layout.lane_ranks))
+    whole = FLOAT32 * rank.norms if layout.lane_ranks > 1 and config.replicated_rmsn_scale else 0
+    lane_link = (machine.group_bandwidth(layout.lane_ranks, 1), machine.group_latency_us(layout.lane_ranks))
+    shared_s = ring_s(whole, layout.lane_ranks, *lane_link) if whole else 0.0
     if copies == 1:
         return WeightTraffic(0, 0, 0, 0, whole, shared_s, shared_s)
-    link, latency = machine.group_bandwidth(copies, layout.lane_ranks), machine.group_latency_us(layout.devices)
-    part = (copies - 1) / copies
-    if layout.shard == "fsdp":
-        gathers, scatters = 2 * layout.accumulation, layout.accumulation
-        gather_bytes, gradient_bytes = gathers * layout.width * rank.total, scatters * FLOAT32 * rank.total
-        gather_s = gathers * ring_s(layout.width * rank.total, copies, link, latency, passes=1)
-        gradient_s = scatters * ring_s(FLOAT32 * rank.total, copies, link, latency, passes=1)
-        exposed = max(0.0, gather_s + gradient_s - 1.5 * backward_s * layout.accumulation)
-        return WeightTraffic(part * gradient_bytes, gradient_s, part * gather_bytes, gather_s, whole, shared_s,
-                             exposed + shared_s)  # fmt: skip
-    nbytes = FLOAT32 * rank.total
-    gradient_s = ring_s(nbytes, copies, link, latency)
-    return WeightTraffic(2 * part * nbytes, gradient_s, 0, 0, whole, shared_s, max(0.0, gradient_s - backward_s)
-                         + shared_s)  # fmt: skip
+    link = (machine.group_bandwidth(copies, layout.lane_ranks), machine.group_latency_us(layout.devices))
+    part, nbytes = (copies - 1) / copies, FLOAT32 * rank.total
+    if layout.shard == "ddp":
+        gradient_s = ring_s(nbytes, copies, *link)
+        exposed = max(0.0, gradient_s - backward_s) + shared_s
+        return WeightTraffic(2 * part * nbytes, gradient_s, 0, 0, whole, shared_s, exposed)
+    gathered = layout.width * (2 * rank.modules + rank.ends + rank.norms)
+    gather_s, gradient_s = (ring_s(n, copies, *link, passes=1) for n in (gathered, nbytes))
+    # A forward pass takes half as long as a backward one; gathering goes on in both.
+    late = layout.accumulation * max(0.0, gather_s - 1.5 * backward_s) + max(0.0, gradient_s - backward_s)
+    return WeightTraffic(part * nbytes, gradient_s, layout.accumulation * part * gathered,
+                         layout.accumulation * gather_s, whole, shared_s, late + shared_s)  # fmt: skip

@@ -17,10 +17,13 @@ SOURCES = [path for folder in PACKAGES for path in sorted((ROOT / folder).rglob(
 BARE = {"torch", "numpy", "safetensors", "tokenizers", "typer", "rich", "triton", "einops"}
 # What each optional package may be imported by.
 OPTIONAL = {
-    "transformers": {"laneformer/hf.py", "laneformer/hf_export.py", "laneformer/hf_decode.py", "laneformer/dense.py"},
+    "transformers": {
+        "laneformer/hf.py", "laneformer/hf_export.py", "laneformer/hf_decode.py", "laneformer/dense.py",
+        "evaluation/transformers_model.py",
+    },
     "matplotlib": {"infer/figure.py"},
     "hydra": {"train/"},
-    "omegaconf": {"train/"},
+    "omegaconf": {"train/", "tools/recipe.py"},
     "wandb": {"train/"},
     "datatrove": {"data/"},
     "datasets": {"data/"},

@@ -22,21 +22,30 @@ from rich.console import Console
 
 from laneformer.config import LaneConfig
 from laneformer.presets import PRESETS
-from laneformer.train.settings import NOT_FOR_MODEL, Settings, build_settings, check_key, key_types
+from laneformer.train.settings import NOT_FOR_MODEL, Settings
+from laneformer.train.settings_build import build_settings, check_key, key_types
 
 USAGE = """\
 Usage: train [experiment=NAME] corpus=FOLDER_OR_FILE out=FOLDER [KEY=VALUE ...]
+       train [experiment=NAME] data.folders=[SHARDS,...] out=FOLDER [KEY=VALUE ...]
+       train -m ... KEY=A,B,C
 
-Trains a lane model on text files and writes OUT/checkpoint, which `infer generate` continues prompts with.
+Trains a lane model on text files, or on shards of laneformer data tokenize, and writes OUT/checkpoint, which
+`infer generate` continues prompts with.
 
-Example: train experiment=demo corpus=src out=runs/demo schedule=delayed:4 optim.lr=1e-3
-         infer generate runs/demo/checkpoint --prompt "def fib(n):"
+Examples: train experiment=demo corpus=src out=runs/demo schedule=delayed:4 optim.lr=1e-3
+          train experiment=demo corpus=src out=runs/demo resume=true
+          train -m experiment=demo corpus=src out=runs/rates optim.lr=1e-3,3e-3 seed=0,1
+          torchrun --nproc-per-node 2 -m laneformer.train.cli experiment=demo corpus=src out=runs/two parallel.lanes=2
 
-One process on one device: the corpus is held in memory, and a run that ends early keeps its weights but cannot be
-resumed. Ctrl-C or a kill (SIGTERM) finishes the step, writes the checkpoint and exits with 130 or 143.
+The same command with resume=true goes on after a kill, on the same or another number of ranks. Ctrl-C or a plain kill
+(SIGTERM) finishes the step, saves and exits with 130 or 143. -m runs every combination, skips what is finished, and
+ends with a table; hydra/launcher=submitit_slurm sends each to a Slurm queue.
 
-OUT holds log.jsonl (one line every log.every steps), config.yaml (all settings), versions.json and checkpoint/.
+OUT holds log.jsonl (one line every log.every steps), checkpoints/, checkpoint/ (the last weights), config.yaml (all
+settings), versions.json, and result.json once all steps are done.
 """
+MULTIRUN = ("-m", "--multirun")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,6 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join([USAGE, *help_lines()]))
         return 0 if arguments else 2
     try:
+        if set(MULTIRUN) & set(arguments):
+            from laneformer.train.sweep import sweep
+
+            return sweep([argument for argument in arguments if argument not in MULTIRUN], messages)
         return execute(settings_from(arguments), messages)
     except ValueError as error:
         return fail(messages, error, 2)
@@ -61,20 +74,24 @@ def execute(settings: Settings, messages: Console) -> int:
     """Runs the training; torch is imported only here, so that --help and a mistyped key answer at once."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     from laneformer.train.loop import TrainingError
-    from laneformer.train.run import prepare
+    from laneformer.train.parallel import layout
+    from laneformer.train.prepare import prepare
     from laneformer.train.stop import StopRequest
 
-    job = prepare(settings, messages)
-    try:
-        with StopRequest() as stopped:
-            folder = job.run(messages, stopped)
-    except TrainingError as error:
-        return fail(messages, error, 1)
-    if stopped.signal is not None:
-        messages.print(f"stopped; the weights so far are in {folder}", markup=False, highlight=False, soft_wrap=True)
-        return 128 + stopped.signal
-    messages.print(f"done: {folder}", markup=False, highlight=False, soft_wrap=True)
-    return 0
+    with layout(settings) as place:
+        job = prepare(settings, messages, place)
+        try:
+            with StopRequest() as stopped:
+                folder = job.run(stopped)
+        except TrainingError as error:
+            return fail(messages, error, 1)
+        if stopped.signal is not None:
+            text = f"stopped; the weights so far are in {folder}, resume=true goes on"
+        else:
+            text = f"done: {folder}"
+        if place.first:
+            messages.print(text, markup=False, highlight=False, soft_wrap=True)
+    return 0 if stopped.signal is None else 128 + stopped.signal
 
 
 def fail(messages: Console, error: Exception, code: int) -> int:
@@ -96,34 +113,46 @@ def settings_from(arguments: Sequence[str]) -> Settings:
     return build_settings(typing.cast(dict[str, Any], values), "experiment")
 
 
-def overrides_from(arguments: Sequence[str]) -> Iterator[str]:
-    """Hydra overrides of arguments whose keys are known; text is quoted, so that any path can be given as it is."""
+def overrides_from(arguments: Sequence[str], sweeps: bool = False) -> Iterator[str]:
+    """Hydra overrides of arguments whose keys are known; text is quoted, so that any path can be given as it is.
+
+    With `sweeps` a value may be several with commas between them, or range(...), and hydra's own keys are let through.
+    """
     kinds = key_types()
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals:
             raise ValueError(f"{argument!r} is not KEY=VALUE; train --help shows an example")
+        if sweeps and key.startswith("hydra"):
+            yield argument
+            continue
         if key == "experiment":
-            check_experiment(value)
+            for name in value.split(",") if sweeps else [value]:
+                check_experiment(name)
             yield argument
             continue
         check_key(key, "command line")
         literal = kinds[key] is str or (kinds[key] == (str | None) and value != "null")
         if literal and not value.startswith(("'", '"')):
-            value = "'" + value.replace("'", r"\'") + "'"
-        check_value(argument, f"{key}={value}")
+            value = ",".join(quoted(part) for part in (value.split(",") if sweeps else [value]))
+        check_value(argument, f"{key}={value}", sweeps)
         # A known key that no yaml file names is added, one that has a value there is replaced.
         yield f"++{key}={value}"
 
 
-def check_value(argument: str, override: str) -> None:
-    """Raises ValueError for a value that Hydra cannot read, or that stands for several runs."""
+def quoted(value: str) -> str:
+    """Text as Hydra reads it back unchanged."""
+    return "'" + value.replace("'", r"\'") + "'"
+
+
+def check_value(argument: str, override: str, sweeps: bool = False) -> None:
+    """Raises ValueError for a value that Hydra cannot read, or that stands for several runs where one is meant."""
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException as error:
         raise ValueError(f"{argument!r} cannot be read: {str(error).splitlines()[0]}") from None
-    if parsed.is_sweep_override():
-        raise ValueError(f"{argument!r} gives several values, but this is one run; write a list as [a,b]")
+    if parsed.is_sweep_override() and not sweeps:
+        raise ValueError(f"{argument!r} gives several values, but this is one run; write a list as [a,b], or add -m")
 
 
 def experiments() -> list[str]:

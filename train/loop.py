@@ -1,27 +1,25 @@
-"""The training loop: one step, the validation, and when to stop.
+"""The training loop: one step over its micro-batches, the validation, and when to stop.
 
-Shape suffixes: B batch, S positions, V vocabulary, N sequences.
+Shape suffixes: B batch, S positions, N sequences.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laneformer.train.data import IGNORED, Validation, Windows
-from laneformer.train.optim import adamw, learning_rate, set_learning_rate
+from laneformer.model import Laneformer
+from laneformer.train.loader import Batch, Loader, rank_positions
+from laneformer.train.loss import IGNORED, count_targets
+from laneformer.train.optim import learning_rate, optimizers, set_learning_rate
+from laneformer.train.parallel import Layout, add_shared_gradients, clip_gradients, gradients_meet, wrapped
 from laneformer.train.settings import Settings
-
-# Steps in a row whose loss or gradient is not finite before the run is ended.
-MOST_SKIPPED = 10
+from laneformer.train.validation import Rows
 
 
 class TrainingError(RuntimeError):
@@ -30,117 +28,132 @@ class TrainingError(RuntimeError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step measured; loss in nats a token, `skipped` where it was not finite and nothing was learnt."""
+    """What one step measured; loss in nats a learnt token, `skipped` where it was not finite and nothing was learnt.
+
+    `stop` says that some rank was asked to stop.
+    """
 
     step: int
     loss: float
     lr: float
     grad_norm: float
+    targets: int
     skipped: bool
-
-
-def total_nats(model: nn.Module, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
-    """The summed cross-entropy of all targets that are not padding, in nats, float32 []."""
-    logits_BSV = model(inputs_BS)
-    return F.cross_entropy(
-        logits_BSV.float().flatten(0, 1), targets_BS.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+    stop: bool
 
 
 class Trainer:
-    """A model, its optimizer, and where in the data they are: `position` counts the samples already taken."""
+    """A model, its optimizers, and where in the run they are; `finished` steps are the whole state of the data."""
 
-    def __init__(self, model: nn.Module, windows: Windows, settings: Settings) -> None:
-        self.model, self.windows, self.settings = model, windows, settings
-        self.optimizer = adamw(model, settings.optim)
+    def __init__(self, model: Laneformer, loader: Loader, settings: Settings, place: Layout | None = None) -> None:
+        self.model, self.loader, self.settings, self.place = model, loader, settings, place or Layout()
+        model.recompute = settings.recompute
+        self.module, self.plain = wrapped(model, settings, self.place)
+        self.optimizers = optimizers(model, settings.optim)
         self.device = torch.device(settings.device)
-        self.finished = self.position = self.skipped = self.skipped_in_a_row = 0
+        self.finished = self.skipped = self.skipped_in_a_row = 0
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """bfloat16 arithmetic where the settings ask for it."""
-        if self.settings.precision == "float32":
+        if self.settings.precision != "bfloat16":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)
 
-    def step(self) -> StepResult:
-        """Learns from the next batch; raises TrainingError after 10 steps in a row that were not finite."""
-        settings, batch = self.settings, self.settings.data.batch
-        rate = learning_rate(self.finished, settings.steps, settings.optim)
-        set_learning_rate(self.optimizer, rate)
-        tokens = self.windows.batch(self.position, batch).to(self.device)
-        with self.autocast():
-            loss = total_nats(self.model, tokens[:, :-1], tokens[:, 1:]) / tokens[:, 1:].numel()
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.optim.clip)
-        finite = bool(torch.isfinite(loss) & torch.isfinite(norm))
-        if finite:
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+    def micro_batches(self) -> list[Batch]:
+        """What this rank learns from in the next step."""
+        data, place = self.settings.data, self.place
+        micro = data.micro_batch or data.batch // place.data
+        start = self.finished * data.batch
+        ranges = rank_positions(start, data.batch, micro, place.data, place.data_rank)
+        return [self.loader.batch(part.start, len(part)) for part in ranges]
+
+    def step(self, stop: bool = False) -> StepResult:
+        """Learns from the next batch; raises TrainingError after too many steps in a row that were not finite.
+
+        The loss is the mean over all learnt tokens of the step, however they are spread over ranks and micro-batches.
+        """
+        settings, batches = self.settings, self.micro_batches()
+        counts = torch.tensor([sum(count_targets(b.targets_BS) for b in batches), int(stop)], dtype=torch.float64)
+        counts = self.place.sum(self.place.sum(counts, "data"), "lanes")
+        targets = int(counts[0]) // self.place.lanes
+        share = learning_rate(self.finished, settings.steps, settings.optim)
+        set_learning_rate(self.optimizers, settings.optim, share)
+        nats = self.gradients(batches, max(targets, 1))
+        add_shared_gradients(self.model, self.place)
+        norm = clip_gradients(self.model, self.place, settings)
+        loss = self.place.sum(nats, "data") / max(targets, 1)
+        finite = bool(torch.isfinite(loss) & torch.isfinite(norm)) and targets > 0
+        for optimizer in self.optimizers:
+            if finite:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         self.finished += 1
-        self.position += batch
         self.count_skipped(not finite)
-        return StepResult(self.finished, loss.item(), rate, norm.item(), not finite)
+        rate = settings.optim.lr * share
+        return StepResult(self.finished, loss.item(), rate, norm.item(), targets, not finite, counts[1].item() > 0)
+
+    def gradients(self, batches: list[Batch], targets: int) -> Tensor:
+        """Adds up the micro-batches' gradients; the summed cross-entropy of this rank, in nats [1]."""
+        total = torch.zeros(1, device=self.device, dtype=torch.float64 if self.device.type == "cpu" else torch.float32)
+        # Data-parallel ranks take the mean of their gradients, while the loss is a sum over all of them.
+        scale = self.place.data / targets
+        for i, batch in enumerate(batches):
+            with gradients_meet(self.module, i == len(batches) - 1, self.place, self.settings):
+                loss, nats = self.summed(self.module, batch.inputs_BS, batch.targets_BS, batch.documents_BS)
+                (loss * scale).backward()
+            total += nats
+        return total
+
+    def summed(
+        self, module: nn.Module, inputs_BS: Tensor, targets_BS: Tensor, documents_BS: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The loss and the cross-entropy of some rows, both summed."""
+        documents = None if documents_BS is None else documents_BS.to(self.device)
+        with self.autocast():
+            return module(inputs_BS.to(self.device), targets_BS.to(self.device), documents)
 
     def count_skipped(self, skipped: bool) -> None:
         """Keeps count; raises TrainingError when too many steps in a row were skipped."""
         self.skipped += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        if self.skipped_in_a_row == MOST_SKIPPED:
+        if self.skipped_in_a_row == self.settings.optim.most_skipped:
             raise TrainingError(
-                f"loss or gradient was not finite in {MOST_SKIPPED} steps in a row, up to step {self.finished}; "
-                f"lower optim.lr (now {self.settings.optim.lr}) or lengthen optim.warmup"
+                f"loss or gradient was not finite in {self.skipped_in_a_row} steps in a row, up to step "
+                f"{self.finished}; lower optim.lr (now {self.settings.optim.lr}) or lengthen optim.warmup"
             )
 
     @torch.no_grad()
-    def bits_per_byte(self, valid: Validation, stopped: Callable[[], bool]) -> float | None:
-        """Bits to code the held-out text, document ends included, per UTF-8 byte of it; None if stopped half-way."""
-        nats, batch = 0.0, self.settings.data.batch
-        for start in range(0, len(valid.inputs_NS), batch):
-            if stopped():
+    def bits_per_byte(self, valid: Mapping[str, Rows], stopped: Callable[[], bool]) -> dict[str, float] | None:
+        """Bits to code each source's held-out text, document ends included, per UTF-8 byte of it.
+
+        None if stopped half-way. Ranks take turns at the rows; each runs as many passes as any other.
+        """
+        self.model.eval()
+        try:
+            found = {}
+            for source, rows in valid.items():
+                nats = self.nats(rows, stopped)
+                if nats is None:
+                    return None
+                found[source] = nats / math.log(2) / rows.num_bytes
+            return found
+        finally:
+            self.model.train()
+
+    def nats(self, rows: Rows, stopped: Callable[[], bool]) -> float | None:
+        """The cross-entropy of rows, summed over all ranks."""
+        data, place = self.settings.data, self.place
+        at_once = data.micro_batch or max(1, data.batch // place.data)
+        total = torch.zeros(1, dtype=torch.float64)
+        for start in range(0, len(rows.inputs_NS), at_once * place.data):
+            # Only a single process may leave on its own; ranks that wait for each other go on to the end.
+            if place.world == 1 and stopped():
                 return None
-            rows = slice(start, start + batch)
-            with self.autocast():
-                nats += total_nats(
-                    self.model, valid.inputs_NS[rows].to(self.device), valid.targets_NS[rows].to(self.device)
-                ).item()
-        return nats / math.log(2) / valid.num_bytes
-
-
-def train(
-    trainer: Trainer,
-    valid: Validation,
-    write: Callable[[dict[str, Any]], None],
-    show: Callable[[StepResult], None],
-    stopped: Callable[[], bool],
-) -> None:
-    """Runs the steps that are left; hands `write` one record every `log.every` steps and at each validation.
-
-    `show` is called after every step. When `stopped` turns true the current step is finished, its record is written,
-    and nothing more is done.
-    """
-    settings = trainer.settings
-    tokens, seconds = 0, 0.0
-    while trainer.finished < settings.steps and not stopped():
-        began = time.perf_counter()
-        result = trainer.step()
-        show(result)
-        seconds += time.perf_counter() - began
-        tokens += settings.data.batch * settings.data.sequence_length
-        last = result.step == settings.steps
-        validates = last or (settings.log.valid_every > 0 and result.step % settings.log.valid_every == 0)
-        if not (validates or stopped() or result.step % settings.log.every == 0):
-            continue
-        bits = trainer.bits_per_byte(valid, stopped) if validates else None
-        write(record(result, trainer.skipped, tokens / seconds, bits))
-        tokens, seconds = 0, 0.0
-
-
-def record(result: StepResult, skipped: int, speed: float, bits: float | None) -> dict[str, Any]:
-    """One line of the log; numbers that are not finite, which JSON has not, become null."""
-    numbers = {"loss": result.loss, "lr": result.lr, "grad_norm": result.grad_norm, "tokens_per_s": round(speed, 1)}
-    line: dict[str, Any] = {"step": result.step}
-    line |= {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-    line["skipped"] = skipped
-    if bits is not None:
-        line["valid_bits_per_byte"] = bits
-    return line
+            first = start + place.data_rank * at_once
+            some = slice(first, first + at_once) if first < len(rows.inputs_NS) else slice(0, 1)
+            targets = rows.targets_NS[some]
+            if first >= len(rows.inputs_NS):
+                targets = torch.full_like(targets, IGNORED)
+            documents = None if rows.documents_NS is None else rows.documents_NS[some]
+            total += self.summed(self.plain, rows.inputs_NS[some], targets, documents)[1].double().cpu()
+        return float(place.sum(total, "data"))

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from laneformer.train.settings import Settings, build_settings
+from laneformer.train.settings import Settings
+from laneformer.train.settings_build import build_settings
 
 # Odd sizes; three lanes of one head each.
 SIZES = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 3,
-         "head_dim": 6, "intermediate_size": 21, "vocab_size": 263, "num_lanes": 3, "broadcast_delay": 1}  # fmt: skip
+         "head_dim": 6, "intermediate_size": 21, "vocab_size": 264, "num_lanes": 3, "broadcast_delay": 1}  # fmt: skip
 
 
 @pytest.fixture(scope="session")

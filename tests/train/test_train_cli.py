@@ -30,9 +30,10 @@ def test_a_run_leaves_log_settings_versions_and_a_checkpoint(quick, tmp_path, mo
     assert main([*quick, "out=runs/a", "schedule=delayed:2", "log.every=1"]) == 0
     out = tmp_path / "runs" / "a"
     assert [path.name for path in tmp_path.iterdir()] == ["runs"], "the working directory is littered"
-    assert sorted(path.name for path in out.iterdir()) == ["checkpoint", "config.yaml", "log.jsonl", "versions.json"]
+    left = ["checkpoint", "checkpoints", "config.yaml", "data", "log.jsonl", "result.json", "versions.json"]
+    assert sorted(path.name for path in out.iterdir()) == left
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2] and lines[1]["valid_bits_per_byte"] > 0
+    assert [line["step"] for line in lines] == [1, 2] and lines[1]["valid_bits_per_byte"]["corpus"] > 0
     saved = yaml.safe_load((out / "config.yaml").read_text())
     assert (saved["schedule"], saved["data"]["batch"], saved["model"]["num_lanes"]) == ("delayed:2", 3, 3)
     assert json.loads((out / "versions.json").read_text())["torch"] == torch.__version__
@@ -42,8 +43,14 @@ def test_a_run_leaves_log_settings_versions_and_a_checkpoint(quick, tmp_path, mo
 
 @pytest.mark.parametrize("name", experiments())
 def test_every_experiment_runs_two_steps(name, corpus, tmp_path):
-    quick = ["steps=2", "data.batch=2", "data.valid_bytes=500", "data.suffixes=[.txt]"]
-    assert main([f"experiment={name}", f"corpus={corpus}", f"out={tmp_path}/run", *quick]) == 0
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8,
+             "intermediate_size": 24, "max_position_embeddings": 64, "num_lanes": 8, "swa_layers": "[0]",
+             "sliding_window": 32, "vocab_size": 264}  # fmt: skip
+    quick = ["steps=2", "data.batch=2", "data.micro_batch=1", "data.valid_bytes=500", "data.suffixes=[.txt]",
+             "data.sequence_length=48", "data.phases=[]", "data.folders=[]", "init_from=null", "compile=false",
+             "parallel.lanes=1", "device=cpu", "checkpoint.every=2"]  # fmt: skip
+    arguments = [f"experiment={name}", f"corpus={corpus}", f"out={tmp_path}/run", *quick]
+    assert main([*arguments, *(f"model.{key}={value}" for key, value in sizes.items())]) == 0
     assert (tmp_path / "run" / "checkpoint" / "model.safetensors").exists()
 
 
@@ -83,7 +90,7 @@ def test_a_misspelt_key_names_the_nearest_one(argument, nearest, capsys):
         ("steps=0", "steps must be at least 1, got 0"),
         ("steps=many", "steps must be a whole number, got 'many'"),
         ("steps=1.5", "steps must be a whole number, got 1.5"),
-        ("steps=1,2", "gives several values"),
+        ("steps=1,2", "gives several values, but this is one run; write a list as [a,b], or add -m"),
         ("steps=[1", "cannot be read"),
         ("steps", "is not KEY=VALUE"),
         ("out=", "out is not given; add out=FOLDER"),
@@ -100,23 +107,37 @@ def test_a_misspelt_key_names_the_nearest_one(argument, nearest, capsys):
         ("data.sequence_length=600", "600 exceeds the model's max_position_embeddings 512"),
         ("device=tpu", "device is 'tpu', expected cpu or cuda"),
         ("corpus=nowhere", "corpus nowhere does not exist"),
+        ("corpus=", "one of corpus=FOLDER_OR_FILE and data.folders=[FOLDER] is needed, neither is given"),
+        ("data.folders=[x]", "is needed, both are given"),
+        ("data.micro_batch=3", "data.batch 16 is not a multiple of 1 ranks x data.micro_batch 3"),
+        ("data.phases=[{until: 1.0}]", "data.phases needs the keys until, weights, got until"),
+        ("parallel.lanes=2", "parallel.lanes=2 does not divide the 1 ranks"),
+        ("parallel.shard=fsp", "did you mean fsdp?"),
+        ("init_from=nowhere", "init_from nowhere does not exist; give a checkpoint folder"),
+        ("log.wandb=on", "log.wandb is 'on', expected one of off, offline, online"),
     ],
 )
 def test_a_value_that_cannot_work_is_one_line_with_what_was_given(argument, message, capsys):
     assert message in fails(["corpus=a", "out=b", argument], capsys)
 
 
+def test_a_phase_of_a_source_that_is_not_there_names_it(quick, tmp_path, capsys):
+    arguments = [*quick, f"out={tmp_path}/run", "data.phases=[{until: 1.0, weights: {web: 1}}]"]
+    assert main(arguments) == 2
+    assert "'web'" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_run_is_not_overwritten_unless_asked(quick, tmp_path, capsys):
     arguments = [*quick, f"out={tmp_path}/run"]
     assert main(arguments) == 0
     capsys.readouterr()
-    assert "holds a run already; give another folder, or overwrite=true" in fails(arguments, capsys)
+    assert "holds a run already; resume=true goes on with it, overwrite=true replaces it" in fails(arguments, capsys)
     assert main([*arguments, "overwrite=true", "seed=1", "steps=1"]) == 0
     assert len((tmp_path / "run" / "log.jsonl").read_text().splitlines()) == 1
 
 
 def test_a_run_that_diverges_is_one_line_and_exit_code_1(quick, tmp_path, capsys):
-    arguments = [*quick, f"out={tmp_path}/run", "steps=40", "optim.lr=1e30", "optim.warmup=0"]
+    arguments = [*quick, f"out={tmp_path}/run", "steps=40", "optim.lr=1e30", "optim.warmup=0", "optim.most_skipped=10"]
     assert main(arguments) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: loss or gradient was not finite in 10 steps in a row") and "1e+30" in last
@@ -126,11 +147,12 @@ def test_help_shows_an_example_and_every_key(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     for part in (
-        "Example: train experiment=demo",
+        "Examples: train experiment=demo",
         "optim.lr=0.003",
         "tokenizer=null",
         "num_lanes",
-        "cannot be\nresumed",
+        "resume=true goes on after a kill",
+        "parallel.lanes=1",
     ):
         assert part in text
     assert main([]) == 2

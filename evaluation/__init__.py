@@ -1,0 +1,1 @@
+"""What a model can do: suites, the sandbox that runs generated code, scores."""

@@ -1,0 +1,1 @@
+"""The `laneformer` command: data, plans, exports."""

@@ -1,0 +1,34 @@
+"""The `laneformer` command: everything that is neither a training run nor decoding."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import typer
+
+from laneformer.tools.data_cli import data_app
+from laneformer.tools.plan_cli import register as register_plan
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="Prepare data, plan training runs, export checkpoints.",
+)
+app.add_typer(data_app, name="data")
+register_plan(app)
+
+
+def main() -> None:
+    """The console script."""
+    # A plain kill must unwind too, so that nothing half-written is left.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    app()
+
+
+if __name__ == "__main__":
+    main()
