@@ -77,9 +77,12 @@ def decontamination_config(n_grams: int) -> NGramsDecontConfig:
 
 
 def telling(words: Iterable[str]) -> bool:
-    """Whether an n-gram says something: half its words differ and have letters; rows of numbers do not."""
+    """Whether an n-gram says something: it has 0.4 n different words of three letters or more.
+
+    Rows of numbers, alphabets and `for i in range n for j in range n` do not: they are in many a program.
+    """
     words = tuple(words)
-    return len({word for word in words if any(map(str.isalpha, word))}) >= len(words) / 2
+    return len({word for word in words if sum(map(str.isalpha, word)) >= 3}) >= 0.4 * len(words)
 
 
 class ProblemIndexer(PipelineStep):

@@ -33,6 +33,10 @@ class Exchange(Protocol):
         """x of all lanes in lane order, [L, ...]."""
         ...
 
+
+class ModelExchange(Exchange, Protocol):
+    """What the model asks for beyond that, as it may be training."""
+
     def shared(self, x: Tensor) -> Tensor:
         """x, which every process has alike and feeds to its own lanes: in training their gradients add up."""
         ...

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .cache import KVCache
 from .config import LaneConfig
-from .lanes import Exchange, InProcess, run_schedule
+from .lanes import InProcess, ModelExchange, run_schedule
 from .modules import Head, LaneNorm, LaneWeight, Trunk
 from .schedule import Schedule
 from .view import View
@@ -61,7 +61,7 @@ class Laneformer(nn.Module):
         tokens_BS: Tensor,
         cache: KVCache | None = None,
         attention_mask: Tensor | None = None,
-        exchange: Exchange | None = None,
+        exchange: ModelExchange | None = None,
         documents_BS: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, S, V] of the new tokens, in the weights' type.
@@ -135,7 +135,7 @@ def final_streams(
     num_lanes: int,
     x_LBSD: Tensor,
     view: View,
-    exchange: Exchange,
+    exchange: ModelExchange,
     recompute: bool = False,
 ) -> Tensor:
     """The lanes' streams [L, B, S, D] after every layer, from their first ones."""

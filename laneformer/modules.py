@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from . import ops
 from .config import LaneConfig
-from .lanes import Exchange
+from .lanes import ModelExchange
 from .view import View
 
 
@@ -165,7 +165,7 @@ class Head(nn.Module):
             bound = 1 / math.sqrt(self.config.hidden_size)
             nn.init.uniform_(self.weight, -bound, bound)
 
-    def forward(self, x_LBSD: Tensor, norm: LaneNorm, embedding_VD: Tensor, exchange: Exchange) -> Tensor:
+    def forward(self, x_LBSD: Tensor, norm: LaneNorm, embedding_VD: Tensor, exchange: ModelExchange) -> Tensor:
         """Logits [B, S, V]; one blocking exchange."""
         config, dtype = self.config, x_LBSD.dtype
         if config.lm_head_type == "lane":
@@ -179,7 +179,7 @@ class Head(nn.Module):
             return F.linear(norm(exchange.sum_lanes(x_LBSD).to(dtype)[None])[0], weight_VD)
         return F.linear((exchange.sum_lanes(norm(x_LBSD)) / config.num_lanes).to(dtype), weight_VD)
 
-    def _slices(self, embedding_VD: Tensor, exchange: Exchange) -> Tensor:
+    def _slices(self, embedding_VD: Tensor, exchange: ModelExchange) -> Tensor:
         """Each held lane's slice of the vocabulary, [L, V/L, D]."""
         if hasattr(self, "weight"):
             return self.weight

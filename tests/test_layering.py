@@ -18,7 +18,10 @@ BARE = {"torch", "numpy", "safetensors", "tokenizers", "typer", "rich", "triton"
 # What each optional package may be imported by.
 OPTIONAL = {
     "transformers": {
-        "laneformer/hf.py", "laneformer/hf_export.py", "laneformer/hf_decode.py", "laneformer/dense.py",
+        "laneformer/hf.py",
+        "laneformer/hf_export.py",
+        "laneformer/hf_decode.py",
+        "laneformer/dense.py",
         "evaluation/transformers_model.py",
     },
     "matplotlib": {"infer/figure.py"},

@@ -49,15 +49,18 @@ def test_the_wheel_holds_one_import_package(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
     assert tops == {"laneformer", next(top for top in tops if top.endswith(".dist-info"))}
-    for member in ("laneformer/model.py", "laneformer/infer/cli.py", "laneformer/train/cli.py",
-                   "laneformer/kernels/__init__.py", "laneformer/conf/config.yaml"):  # fmt: skip
+    for member in (
+        "laneformer/model.py", "laneformer/infer/cli.py", "laneformer/train/cli.py", "laneformer/kernels/__init__.py",
+        "laneformer/conf/config.yaml", "laneformer/conf/recipe/2b.yaml", "laneformer/tools/cli.py",
+        "laneformer/data/shards.py", "laneformer/evaluation/problems/mbpp.jsonl.gz",
+    ):  # fmt: skip
         assert member in names
 
 
 def test_both_commands_run_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     where = run(installed / "python", "-c", "import laneformer; print(laneformer.__file__)", cwd=tmp_path).stdout
     assert where.startswith(str(installed.parent))
-    for command in ("infer", "train"):
+    for command in ("infer", "train", "laneformer"):
         result = run(installed / command, "--help", cwd=tmp_path)
         assert result.returncode == 0, result.stderr
     result = run(installed / "infer", "check", ROOT / "tests/golden/dtp-delay1", "--ranks", 2, cwd=tmp_path)
@@ -81,6 +84,7 @@ def test_every_direct_dependency_is_pinned_and_used() -> None:
         for path in ROOT.glob(pattern)
         if ".venv" not in path.parts
     )
-    imported_as = {"hydra_core": "hydra", "pre_commit": "pre-commit", "pytest_xdist": "-n ", "setuptools": "setuptools"}
+    imported_as = {"hydra_core": "hydra", "pre_commit": "pre-commit", "pytest_xdist": "-n ", "setuptools": "setuptools",
+                   "hydra_submitit_launcher": "hydra/launcher=submitit_local"}  # fmt: skip
     unused = [name for name in direct if imported_as.get(name, name) not in text]
     assert not unused

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laneformer.lanes import Exchange
+from laneformer.lanes import ModelExchange
 from laneformer.model import Laneformer
 
 # Target of a position that is not learnt, which the loss leaves out.
@@ -38,7 +38,7 @@ def sums(logits_BSV: Tensor, targets_BS: Tensor, z_loss: float) -> tuple[Tensor,
 class SummedLoss(nn.Module):
     """A model and its exchange as one module whose output is the summed loss, so that wrappers see all of it."""
 
-    def __init__(self, model: Laneformer, exchange: Exchange | None, z_loss: float) -> None:
+    def __init__(self, model: Laneformer, exchange: ModelExchange | None, z_loss: float) -> None:
         super().__init__()
         self.model, self.exchange, self.z_loss = model, exchange, z_loss
 

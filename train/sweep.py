@@ -112,13 +112,13 @@ def results(base: Path) -> list[dict[str, Any]]:
     rows = []
     for folder in sorted(path for path in base.iterdir() if path.is_dir() and "=" in path.name):
         row: dict[str, Any] = {"name": folder.name, "status": "unfinished", "bits_per_byte": None}
-        if (folder / "result.json").is_file():
+        if (folder / "error.txt").is_file():
+            row["status"] = (folder / "error.txt").read_text(encoding="utf-8").strip()
+        elif (folder / "result.json").is_file():
             result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
             bits = result.get("valid_bits_per_byte") or {}
             row |= {"status": "finished", "loss": result["loss"], "tokens_per_s": result["tokens_per_s"],
                     "seconds": result["seconds"], "bits_per_byte": sum(bits.values()) / max(len(bits), 1)}  # fmt: skip
-        elif (folder / "error.txt").is_file():
-            row["status"] = (folder / "error.txt").read_text(encoding="utf-8").strip()
         rows.append(row)
     return sorted(rows, key=lambda row: (row["bits_per_byte"] is None, row["bits_per_byte"], row["name"]))
 

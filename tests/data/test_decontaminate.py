@@ -24,7 +24,9 @@ CODE = "def islands(grid):\n    seen = set()\n    total = 0\n    for row in grid
 
 @pytest.fixture
 def looked_up(tmp_path: Path) -> ProblemFilter:
-    problems = write_problems(tmp_path / "tiny.jsonl", text=PROMPT, code=CODE, test_list="assert f([1,2,3,4,5,6,7,8,9])")
+    problems = write_problems(
+        tmp_path / "tiny.jsonl", text=PROMPT, code=CODE, test_list="assert f([1,2,3,4,5,6,7,8,9])"
+    )
     config = decontamination_config(8)
     ProblemIndexer(str(tmp_path / "index"), (str(problems),), config).run()
     return ProblemFilter(str(tmp_path / "index"), config, str(tmp_path / "removed"))
@@ -49,9 +51,9 @@ def test_a_document_goes_when_it_shares_n_words_whatever_their_form(
 
 
 def test_rows_of_numbers_tell_nothing() -> None:
-    assert telling("def f x return y".split())
-    assert not telling("0 0 a 0 0 0".split())
-    assert not telling("a a a a a b".split())
+    assert telling(["def", "f", "x", "return", "y"])
+    assert not telling(["0", "0", "a", "0", "0", "0"])
+    assert not telling(["a", "a", "a", "a", "a", "b"])
 
 
 def test_the_bundled_problems_are_found_without_importing_their_code() -> None:

@@ -43,7 +43,9 @@ def test_size_limits_are_bytes_and_include_their_ends() -> None:
 
 
 def test_what_is_code_follows_the_kind_then_the_suffix() -> None:
-    kinds = [is_code(Document("x", "i", metadata=m)) for m in ({"kind": "code"}, {"path": "a.RS"}, {"path": "a.md"}, {})]
+    kinds = [
+        is_code(Document("x", "i", metadata=m)) for m in ({"kind": "code"}, {"path": "a.RS"}, {"path": "a.md"}, {})
+    ]
     assert kinds == [True, True, False, False]
     assert not is_code(Document("x", "i", metadata={"kind": "prose", "path": "a.py"}))
 

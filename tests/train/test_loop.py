@@ -157,7 +157,9 @@ def test_a_step_that_is_not_finite_changes_no_weight_and_is_counted(settings_for
 def test_too_many_such_steps_in_a_row_end_the_run_and_name_the_last_checkpoint(settings_for):
     settings = settings_for(steps=30, checkpoint={"every": 4}, log={"every": 1}, optim={"most_skipped": 5})
     job = with_bursts(settings, {*range(2, 6), *range(12, 17)})
-    with pytest.raises(TrainingError, match=r"5 steps in a row, up to step 16; lower optim.lr \(now 0.003\).*step-000000"):
+    with pytest.raises(
+        TrainingError, match=r"5 steps in a row, up to step 16; lower optim.lr \(now 0.003\).*step-000000"
+    ):
         job.run(never)
     assert [line["step"] for line in logged(settings)] == list(range(1, 16)) and job.trainer.skipped == 9
 
@@ -267,7 +269,7 @@ def test_a_run_starts_from_anothers_weights_and_tokenizer(settings_for, tmp_path
     model = Laneformer.from_pretrained(first)
     assert all(torch.equal(p, dict(model.named_parameters())[name]) for name, p in second.model.named_parameters())
     assert second.finished == 0 and not second.optimizers[0].state
-    with pytest.raises(ValueError, match="has another .*w1.* than model"):
+    with pytest.raises(ValueError, match=r"has another .*w1.* than model"):
         trainer_of(settings_for(out=str(tmp_path / "c"), init_from=str(first), model={"intermediate_size": 24}))
 
 

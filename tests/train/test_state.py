@@ -28,7 +28,7 @@ STEPS = 24
 
 def arguments(corpus, out, *more):
     sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
-             "head_dim": 4, "intermediate_size": 20, "vocab_size": 264, "num_lanes": 4, "broadcast_delay": 1}  # fmt: skip
+             "head_dim": 4, "intermediate_size": 20, "vocab_size": 264, "num_lanes": 4}  # fmt: skip
     return [f"corpus={corpus}", f"out={out}", *(f"model.{key}={value}" for key, value in sizes.items()),
             f"steps={STEPS}", "data.sequence_length=19", "data.batch=4", "data.infilling=0.5", "optim.name=muon",
             "checkpoint.every=1", "log.every=1", "log.valid_every=10", "resume=true", *more]  # fmt: skip
