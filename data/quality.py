@@ -22,8 +22,9 @@ CODE_SUFFIXES = frozenset(
     + (".m", ".php", ".pl", ".pyx", ".r", ".rb", ".rs", ".scala", ".sh", ".sql", ".swift", ".ts", ".tsx", ".zig")
 )
 GENERATED = re.compile(
-    r"\bauto[- ]?generated|^\W*generated (by|from|automatically)"
-    r"|(file|code|module) (is|was|has been) (auto\w* )?generated|generated (by|from) .*\w\.py\b|generated and used by|do not (edit|modify)|@generated",
+    r"\bauto[- ]?generated|^\W*generated (by|from|automatically)|generated (by|from) .*\w\.py\b"
+    r"|(file|code|module) (is|was|has been) (auto\w* )?generated|generated and used by"
+    r"|do not (edit|modify)|@generated",
     re.I | re.M,
 )
 # Where a file says that it was generated: its head.

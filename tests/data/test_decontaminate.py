@@ -50,10 +50,11 @@ def test_a_document_goes_when_it_shares_n_words_whatever_their_form(
     assert result == (True if kept else (False, "tiny"))
 
 
-def test_rows_of_numbers_tell_nothing() -> None:
-    assert telling(["def", "f", "x", "return", "y"])
-    assert not telling(["0", "0", "a", "0", "0", "0"])
-    assert not telling(["a", "a", "a", "a", "a", "b"])
+def test_rows_of_numbers_alphabets_and_plain_loops_tell_nothing() -> None:
+    assert telling(("def", "f", "x", "return", "y"))
+    assert not telling(("0", "0", "one", "0", "0", "0"))
+    assert not telling(tuple("abcdefghij"))
+    assert not telling(("for", "i", "in", "range", "n", "for", "j", "in", "range", "n"))
 
 
 def test_the_bundled_problems_are_found_without_importing_their_code() -> None:
