@@ -33,7 +33,7 @@ lint: setup  ## ruff
 types: setup  ## pyright
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-demo: setup  ## from nothing to a measured comparison, under 6 minutes on 2 cores
+demo: setup  ## from source files to a trained model and a measured comparison, about 8 minutes on 2 cores
 	$(BIN)/python experiments/demo.py --out out
 
 clean:  ## everything that was built

@@ -1,7 +1,8 @@
-"""make demo: from nothing to a measured comparison of sync schedules, on real prompts, in a few minutes.
+"""make demo: from this Python's standard library to a trained lane model, and to a measured comparison of schedules.
 
-A `small` checkpoint with random weights is written in the published format, with a tokenizer trained on the Python
-standard library; a prompt from there is continued; the logits are checked; then `infer bench` measures.
+First the standard library is cleaned and tokenised, and the `demo` model learns it with schedule delayed:4 for a few
+minutes; its bits per byte on held-out files are printed beside n-gram models. Then decode speed is measured on a larger
+model with random weights (speed does not depend on what weights say), against standard tensor parallelism.
 """
 
 from __future__ import annotations
@@ -9,55 +10,79 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import shutil
 import subprocess
 import sys
-import sysconfig
 import time
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from baselines import baselines
+from matplotlib.figure import Figure
 
 from laneformer import LaneConfig
 from laneformer.random_weights import write_random_checkpoint
 
-PROMPT_FILE = "textwrap.py"
-PROMPT_CHARACTERS = 600
-CORPUS_BYTES = 8_000_000
+PROMPT = "def read_lines(path):\n    "
 LATENCIES = "0,50,200,300,500"
 SCHEDULES = "tensor-parallel,delayed:4,ladder,silent"
+MODULES = {"infer": "laneformer.infer.cli", "train": "laneformer.train.cli", "laneformer": "laneformer.tools.cli"}
 
 
-def standard_library() -> list[Path]:
-    """Python sources of the standard library in use, without its tests."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
-    return [path for path in sorted(root.rglob("*.py")) if not skipped & set(path.relative_to(root).parts)]
-
-
-def train_tokenizer(sources: list[Path], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of `vocab_size` entries from Python sources."""
-    texts, total = [], 0
-    for path in sources:
-        texts.append(path.read_text(encoding="utf-8", errors="replace"))
-        total += len(texts[-1])
-        if total > CORPUS_BYTES:
-            break
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def infer(*arguments: str) -> None:
-    """Runs the `infer` command, shown first as a user would type it; ends the demo if it fails."""
-    print(f"\n$ infer {shlex.join(arguments)}", flush=True)
-    result = subprocess.run([sys.executable, "-m", "laneformer.infer.cli", *arguments], check=False)
+def run(program: str, *arguments: str) -> None:
+    """Runs one of the commands, shown first as a user would type it; ends the demo if it fails."""
+    print(f"\n$ {program} {shlex.join(arguments)}", flush=True)
+    result = subprocess.run([sys.executable, "-m", MODULES[program], *arguments], check=False)
     if result.returncode:
         sys.exit(result.returncode)
+
+
+def build_corpus(out: Path, valid: str) -> Path:
+    """The standard library as tokenised shards."""
+    run("laneformer", "data", "collect", str(out / "raw"), "--stdlib")
+    run("laneformer", "data", "clean", str(out / "raw"), str(out / "corpus"))
+    share = ("--valid-fraction", valid)
+    run("laneformer", "data", "train-tokenizer", str(out / "corpus"), str(out / "tokenizer"), "--vocab-size", "2048",
+        *share)  # fmt: skip
+    run("laneformer", "data", "tokenize", str(out / "corpus"), str(out / "shards"), "--tokenizer",
+        str(out / "tokenizer"), *share)  # fmt: skip
+    return out / "shards"
+
+
+def learn(out: Path, shards: Path, extra: list[str]) -> None:
+    """Trains the demo model, draws its loss curve and prints its bits per byte beside the n-grams'."""
+    folder = out / "train"
+    run("train", "experiment=demo", f"data.folders=[{shards}]", f"out={folder}", "overwrite=true", *extra)
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    figure = Figure(figsize=(6.5, 4), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], color="#0072b2")
+    axes.set(xlabel="step", ylabel="loss, nats a token", title="demo model, schedule delayed:4")
+    axes.grid(alpha=0.3)
+    figure.savefig(out / "loss.png")
+    bits = lines[-1]["valid_bits_per_byte"]["stdlib"]
+    seen = lines[-1]["step"] * 8 * 256
+    print(f"\nHeld-out files, bits a byte (the run saw {seen:,} tokens; the loss curve is in {out / 'loss.png'}):")
+    print(f"  {bits:.3f}  lane model, delayed:4, {seen:,} tokens")
+    rows = baselines(shards, seen)
+    for row in rows:
+        print(f"  {row['bits_per_byte']:.3f}  {row['model']}, {row['tokens']:,} tokens")
+    result = {"bits_per_byte": bits, "tokens_seen": seen, "baselines": rows}
+    (out / "learnt.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def measure(out: Path, tokenizer: Path, preset: str, rounds: int) -> None:
+    """Decode speed of a model with random weights, each schedule at several link latencies."""
+    folder = out / f"{preset}-random"
+    print(f"\nWriting a checkpoint with random weights in the published format: {folder}", flush=True)
+    write_random_checkpoint(LaneConfig.preset(preset), folder)
+    shutil.copyfile(tokenizer / "tokenizer.json", folder / "tokenizer.json")
+    run("infer", "check", str(folder), "--ranks", "2", "--schedule", "delayed:4", "--runner", "compiled")
+    size = ("--prompt-tokens", "128", "--new-tokens", "32", "--rounds", str(rounds))
+    results = ("--json", str(out / "bench.json"), "--figure", str(out / "bench.png"))
+    variants = ("--ranks", "2", "--schedules", SCHEDULES, "--link-latency", LATENCIES)
+    run("infer", "bench", str(folder), *variants, *size, *results)
+    print(f"\nThe numbers are in {out / 'bench.json'}, the figure in {out / 'bench.png'}.")
+    print(conclusion(json.loads((out / "bench.json").read_text(encoding="utf-8"))))
 
 
 def conclusion(result: dict) -> str:
@@ -78,28 +103,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for everything that is made")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds of the comparison")
-    parser.add_argument("--preset", default="small", help="size of the model")
+    parser.add_argument("--preset", default="small", help="size of the model whose speed is measured")
+    parser.add_argument("--train", nargs="*", default=[], metavar="KEY=VALUE", help="changes of the training run")
     options = parser.parse_args()
     began, out = time.monotonic(), options.out
-    folder = out / f"{options.preset}-random"
-    config = LaneConfig.preset(options.preset)
-    sources = standard_library()
-    print(f"Writing a checkpoint with random weights in the published format: {folder}", flush=True)
-    write_random_checkpoint(config, folder)
-    print(f"Training a tokenizer of {config.vocab_size} entries on the standard library", flush=True)
-    train_tokenizer(sources, config.vocab_size).save(str(folder / "tokenizer.json"))
-    source = next(path for path in sources if path.name == PROMPT_FILE)
-    prompt = out / "prompt.txt"
-    prompt.write_text(source.read_text(encoding="utf-8")[:PROMPT_CHARACTERS], encoding="utf-8")
-    shared = ("--ranks", "2", "--schedule", "delayed:4", "--runner", "compiled")
-    infer("generate", str(folder), "--prompt-file", str(prompt), "--max-tokens", "24", *shared)
-    infer("check", str(folder), *shared)
-    prompt_options = ("--prompt-file", str(prompt), "--prompt-tokens", "128", "--new-tokens", "32")
-    results = ("--json", str(out / "bench.json"), "--figure", str(out / "bench.png"))
-    variants = ("--ranks", "2", "--schedules", SCHEDULES, "--link-latency", LATENCIES)
-    infer("bench", str(folder), *variants, *prompt_options, "--rounds", str(options.rounds), *results)
-    print(f"\nThe numbers are in {out / 'bench.json'}, the figure in {out / 'bench.png'}.")
-    print(conclusion(json.loads((out / "bench.json").read_text(encoding="utf-8"))))
+    shards = build_corpus(out, "0.05")
+    learn(out, shards, options.train)
+    run("infer", "generate", str(out / "train" / "checkpoint"), "--prompt", PROMPT, "--max-tokens", "64")
+    measure(out, out / "tokenizer", options.preset, options.rounds)
     print(f"The demo took {time.monotonic() - began:.0f} s.")
 
 

@@ -11,6 +11,8 @@ import pytest
 import typer.main
 
 from laneformer.infer.cli import app
+from laneformer.tools.cli import app as tools_app
+from laneformer.train.cli import settings_from
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("experiments/*/README.md"))]
@@ -43,6 +45,15 @@ def test_a_shown_command_parses(document: str, line: str) -> None:
         if "--help" not in words:
             with sub.make_context(words[1], words[2:], resilient_parsing=False):
                 pass
+    elif program == "laneformer":
+        command = typer.main.get_command(tools_app)
+        rest = words[1:]
+        while hasattr(command, "commands"):
+            command, rest = command.commands[rest[0]], rest[1:]
+        with command.make_context("laneformer", rest, resilient_parsing=False):
+            pass
+    elif program == "train" and "-m" not in words:
+        settings_from(words[1:])
     elif program == "python":
         script = next(word for word in words[1:] if not word.startswith("-"))
         assert (ROOT / script).exists()

@@ -9,6 +9,7 @@ import sys
 import typer
 
 from laneformer.tools.data_cli import data_app
+from laneformer.tools.export_cli import register as register_export
 from laneformer.tools.plan_cli import register as register_plan
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.add_typer(data_app, name="data")
 register_plan(app)
+register_export(app)
 
 
 def main() -> None:

@@ -73,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def execute(settings: Settings, messages: Console) -> int:
     """Runs the training; torch is imported only here, so that --help and a mistyped key answer at once."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    # Threads that spin while they wait make every operation several times slower where others use the cores too.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from laneformer.train.loop import TrainingError
     from laneformer.train.parallel import layout
     from laneformer.train.prepare import prepare
