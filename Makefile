@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 test: setup lint types  ## lint, types and the whole fast suite, under 10 minutes on 2 cores
-	$(BIN)/python -m pytest
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2
 
 test-slow: setup  ## what takes minutes
 	$(BIN)/python -m pytest -m slow
@@ -33,7 +33,7 @@ lint: setup  ## ruff
 types: setup  ## pyright
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-demo: setup  ## from source files to a trained model and a measured comparison, about 8 minutes on 2 cores
+demo: setup  ## from source files to a trained model and a measured comparison, about 10 minutes on 2 cores
 	$(BIN)/python experiments/demo.py --out out
 
 clean:  ## everything that was built
