@@ -85,6 +85,6 @@ def test_every_direct_dependency_is_pinned_and_used() -> None:
         if ".venv" not in path.parts
     )
     imported_as = {"hydra_core": "hydra", "pre_commit": "pre-commit", "pytest_xdist": "-n ", "setuptools": "setuptools",
-                   "hydra_submitit_launcher": "hydra/launcher=submitit_local"}  # fmt: skip
+                   "hydra_submitit_launcher": "hydra/launcher=submitit_local", "orjson": "readers.jsonl"}  # fmt: skip
     unused = [name for name in direct if imported_as.get(name, name) not in text]
     assert not unused
