@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def evaluate(monkeypatch):
     """Runs `infer eval` in this process."""
-    monkeypatch.setattr(cli.messages, "file", None)
+    monkeypatch.setattr(cli.messages, "_file", None)
     return lambda *words: CliRunner().invoke(cli.app, ["eval", *[str(word) for word in words]])
 
 

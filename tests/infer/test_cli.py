@@ -32,7 +32,7 @@ def talker(checkpoint, tmp_path_factory):
 @pytest.fixture
 def infer(monkeypatch):
     """Runs `infer` in this process; its result has exit_code, stdout and stderr."""
-    monkeypatch.setattr(cli.messages, "file", None)
+    monkeypatch.setattr(cli.messages, "_file", None)
     return lambda *words, stdin=None: CliRunner().invoke(cli.app, [str(word) for word in words], input=stdin)
 
 

@@ -103,7 +103,7 @@ def test_one_epoch_without_phases_is_every_target_of_every_source_once_and_nothi
     expected += Counter(ids[n] for ids in chat for n in range(len(ids)) if n % 3 != 0)
     assert Counter(targets[targets != IGNORED].tolist()) == expected
     # Not to within a sample: all end each epoch together.
-    for epoch in range(1, 30):
+    for epoch in (1, 2, 29, 10_007):
         assert set(loader.epochs(epoch * total).values()) == {epoch}
 
 
