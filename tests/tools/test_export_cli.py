@@ -73,7 +73,9 @@ def test_transformers_computes_the_logits_of_the_run(run, name, tmp_path, transf
     result = export(run / name, tmp_path / "hf")
     assert result.exit_code == 0 and result.stderr.count("\n") == 1, result.stderr
     assert "0.01 M parameters, float32, 1 weight file, tokenizer with chat template" in result.stderr
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    # AutoModelForCausalLM would take this package's class in a process that has registered it.
+    load = transformers.dynamic_module_utils.get_class_from_dynamic_module
+    theirs = load("hf.LaneformerForCausalLM", str(tmp_path / "hf")).from_pretrained(tmp_path / "hf")
     assert type(theirs).__module__.startswith("transformers_modules.")
     ours = Laneformer.from_pretrained(run / "checkpoint")
     tokens_BS = torch.tensor([[0, 5, 270, 91, 12, 7, 33], [1, 2, 3, 4, 200, 6, 0]])
