@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from laneformer.differences import differences
 from laneformer.files import write_text
 
 SETTINGS = "settings.json"
@@ -20,20 +21,6 @@ PATIENCE = 10.0
 
 class SettingsError(ValueError):
     """A folder that was made with other settings, or that is in use."""
-
-
-def differences(old: Any, new: Any, name: str = "") -> list[str]:
-    """What differs between two records, as `key: old, now new`."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        keys = [*old, *(key for key in new if key not in old)]
-        inner = (differences(old.get(k), new.get(k), f"{name}.{k}" if name else str(k)) for k in keys)
-        return [line for lines in inner for line in lines]
-    return [] if old == new else [f"{name}: {_short(old)}, now {_short(new)}"]
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def claim(record: Path, settings: dict[str, Any], owned: tuple[Path, ...], redo: bool) -> bool:

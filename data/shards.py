@@ -60,11 +60,6 @@ class Manifest:
         """The text of manifest.json."""
         return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
 
-    @property
-    def fingerprint(self) -> str:
-        """A hash over everything here: two folders of one fingerprint give the same training data."""
-        return hashlib.sha256(self.text().encode()).hexdigest()
-
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """The narrowest type that holds every id."""

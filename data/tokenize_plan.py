@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from laneformer.data.held_out import held_out_below
 from laneformer.data.shards import MANIFEST, ShardInfo, file_sha256
+from laneformer.differences import differences
 from laneformer.files import write_text
 from laneformer.terminal import progress_bar
 
@@ -53,12 +54,8 @@ class Plan:
 
     def differences(self, other: Plan) -> list[str]:
         """What another plan has otherwise, a line each; the same documents elsewhere are no difference."""
-        mine, its = asdict(self), asdict(other)
-        lines = [
-            f"{key} was {its[key]}, now {mine[key]}"
-            for key in mine
-            if key not in ("folder", "documents") and mine[key] != its[key]
-        ]
+        its, mine = (asdict(replace(plan, folder="", documents={})) for plan in (other, self))
+        lines = differences(its, mine)
         added = sorted(set(self.documents) - set(other.documents))
         removed = sorted(set(other.documents) - set(self.documents))
         both = set(self.documents) & set(other.documents)

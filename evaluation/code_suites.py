@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from laneformer.evaluation.completers import Completer
+from laneformer.evaluation.completers import Completer, Decoding
 from laneformer.evaluation.problems import Problem, read_shots
 from laneformer.evaluation.prompts import ask
 from laneformer.evaluation.samples import Sample, SampleError, SampleFile
@@ -48,15 +48,15 @@ def draw_samples(
         if len(had) < drawing.samples:
             asked = ask(problem, drawing.style, shots, drawing.chat)
             # All are drawn together and those that are there are left out, so that going on changes nothing.
-            answers = model.complete(
-                [asked.prompt],
+            how = Decoding(
                 max_tokens=drawing.max_tokens,
                 temperature=drawing.temperature,
                 n=drawing.samples,
                 stop=asked.stops,
                 seed=drawing.seed + done,
                 chat=drawing.chat,
-            )[0]
+            )
+            answers = model.complete([asked.prompt], how)[0]
             new = [asked.sample(answer) for answer in answers[len(had) :]]
             if kept is not None:
                 kept.add(new)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +17,8 @@ INFILLING = (
     (DEEPSEEK, "{}".join(("", *DEEPSEEK)).removeprefix("{}")),
     (CODE_LLAMA, "<PRE> {} <SUF>{} <MID>"),
 )
+# Logits of a whole window are held at once.
+MAX_WINDOW = 2048
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>", "<eos>", "<end>")
 
 
@@ -23,23 +26,25 @@ class NotOffered(Exception):
     """Something that a model or its connection cannot do; the message is the reason to show."""
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """How prompts are continued: `n` times each, greedily at temperature 0; `chat`: they are a user's questions."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    n: int = 1
+    stop: Sequence[str] = ()
+    seed: int = 0
+    chat: bool = False
+
+
 class Completer(Protocol):
     """A model that continues texts."""
 
     name: str
 
-    def complete(
-        self,
-        prompts: Sequence[str],
-        *,
-        max_tokens: int,
-        temperature: float,
-        n: int,
-        stop: Sequence[str],
-        seed: int,
-        chat: bool = False,
-    ) -> list[list[str]]:
-        """`n` continuations of each prompt; they may run past a stop string. `chat`: prompts are a user's questions."""
+    def complete(self, prompts: Sequence[str], how: Decoding) -> list[list[str]]:
+        """`how.n` continuations of each prompt; they may run past a stop string."""
         ...
 
     def infilling_prompt(self, prefix: str, suffix: str) -> str:

@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
-from laneformer.evaluation.completers import NotOffered
+from laneformer.evaluation.completers import Decoding, NotOffered
 
 # The interface takes at most four stop strings; suites cut at all of theirs anyway.
 MAX_STOPS, BODY_BYTES = 4, 64 << 20
@@ -37,37 +37,28 @@ class EndpointCompleter:
         self.name, self.timeout_s, self.tries, self.pause_s = model, timeout_s, tries, 1.0
         self._key = os.environ.get(key_variable, "")
 
-    def complete(
-        self,
-        prompts: Sequence[str],
-        *,
-        max_tokens: int,
-        temperature: float,
-        n: int,
-        stop: Sequence[str],
-        seed: int,
-        chat: bool = False,
-    ) -> list[list[str]]:
-        """As Completer.complete; a server that gives fewer than `n` at once is asked again."""
-        settings: dict[str, Any] = {"model": self.name, "max_tokens": max_tokens, "temperature": temperature}
-        if stop:
-            settings["stop"] = list(stop)[:MAX_STOPS]
-        return [self._answers(prompt, n, seed + at, settings, chat) for at, prompt in enumerate(prompts)]
+    def complete(self, prompts: Sequence[str], how: Decoding) -> list[list[str]]:
+        """As Completer.complete; a server that gives fewer than `how.n` at once is asked again."""
+        return [self._answers(prompt, how, how.seed + at) for at, prompt in enumerate(prompts)]
 
-    def _answers(self, prompt: str, n: int, seed: int, settings: dict[str, Any], chat: bool) -> list[str]:
-        asked = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
-        path = "/chat/completions" if chat else "/completions"
+    def _answers(self, prompt: str, how: Decoding, seed: int) -> list[str]:
+        asked: dict[str, Any] = {
+            "model": self.name, "max_tokens": how.max_tokens, "temperature": how.temperature,
+            **({"stop": list(how.stop)[:MAX_STOPS]} if how.stop else {}),
+            **({"messages": [{"role": "user", "content": prompt}]} if how.chat else {"prompt": prompt}),
+        }  # fmt: skip
+        path = "/chat/completions" if how.chat else "/completions"
         found: list[str] = []
-        while len(found) < n:
-            reply = self._post(path, {**settings, **asked, "n": n - len(found), "seed": seed + 1000 * len(found)})
+        while len(found) < how.n:
+            reply = self._post(path, {**asked, "n": how.n - len(found), "seed": seed + 1000 * len(found)})
             try:
-                texts = [c["message"]["content"] or "" if chat else c["text"] for c in reply["choices"]]
+                texts = [c["message"]["content"] or "" if how.chat else c["text"] for c in reply["choices"]]
             except (KeyError, TypeError):
                 raise EndpointError(f"{self.base}{path} answered without choices: {str(reply)[:200]}") from None
             if not texts:
                 raise EndpointError(f"{self.base}{path} answered with no choice")
             found += texts
-        return found[:n]
+        return found[: how.n]
 
     def _post(self, path: str, document: dict[str, Any]) -> Any:
         """One request, tried again after what may pass."""

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from laneformer.evaluation.completers import Completer
+from laneformer.evaluation.completers import Completer, Decoding
 from laneformer.evaluation.problems import Span, read_rows
 from laneformer.evaluation.samples import Sample
 from laneformer.evaluation.scores import score_share
@@ -117,7 +117,7 @@ def infilling(
     for done, span in enumerate(spans, 1):
         prompt = model.infilling_prompt(span.prefix, span.suffix)
         stop = ("\n",) if one_line else ()
-        answer = model.complete([prompt], max_tokens=max_tokens, temperature=0.0, n=1, stop=stop, seed=seed)[0][0]
+        answer = model.complete([prompt], Decoding(max_tokens, stop=stop, seed=seed))[0][0]
         written = answer.partition("\n")[0] if one_line else answer
         rows.append({"task_id": span.task_id, "exact": written.strip() == span.middle.strip()})
         progress(done, len(spans))

@@ -10,10 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from laneformer.evaluation.completers import END_TOKENS, NotOffered, infilling_prompt, sample_seed, windowed_nats
-
-# Logits of a whole window are held at once.
-MAX_WINDOW = 2048
+from laneformer.evaluation.completers import (
+    END_TOKENS,
+    MAX_WINDOW,
+    Decoding,
+    NotOffered,
+    infilling_prompt,
+    sample_seed,
+    windowed_nats,
+)
 
 
 class TransformersCompleter:
@@ -40,43 +45,30 @@ class TransformersCompleter:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model.to(self._device)
 
-    def complete(
-        self,
-        prompts: Sequence[str],
-        *,
-        max_tokens: int,
-        temperature: float,
-        n: int,
-        stop: Sequence[str],
-        seed: int,
-        chat: bool = False,
-    ) -> list[list[str]]:
+    def complete(self, prompts: Sequence[str], how: Decoding) -> list[list[str]]:
         """As Completer.complete; a prompt that does not fit loses its beginning."""
-        return [self._answers(p, max_tokens, temperature, n, stop, sample_seed(seed, i, 0), chat)
-                for i, p in enumerate(prompts)]  # fmt: skip
+        return [self._answers(prompt, how, sample_seed(how.seed, i, 0)) for i, prompt in enumerate(prompts)]
 
-    def _answers(
-        self, prompt: str, max_tokens: int, temperature: float, n: int, stop: Sequence[str], seed: int, chat: bool
-    ) -> list[str]:
+    def _answers(self, prompt: str, how: Decoding, seed: int) -> list[str]:
         room = self.context - 1
-        ids = self._encode(prompt, chat)[-max(1, room - max_tokens) :]
-        drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+        ids = self._encode(prompt, how.chat)[-max(1, room - how.max_tokens) :]
+        drawn = {"do_sample": True, "temperature": how.temperature, "top_k": 0, "top_p": 1.0} if how.temperature else {}
         ends = self._tokenizer.eos_token_id
-        copies = n if temperature else 1
+        copies = how.n if how.temperature else 1
         ids_1S = torch.tensor([ids], device=self._device)
         with torch.random.fork_rng(), torch.inference_mode():
             torch.manual_seed(seed % 2**63)
             out_NS = self._model.generate(
                 ids_1S,
                 attention_mask=torch.ones_like(ids_1S),
-                max_new_tokens=min(max_tokens, room - len(ids) + 1),
+                max_new_tokens=min(how.max_tokens, room - len(ids) + 1),
                 num_return_sequences=copies,
                 pad_token_id=ends if isinstance(ends, int) else 0,
                 **{"do_sample": False, **drawn},
-                **({"stop_strings": list(stop), "tokenizer": self._tokenizer} if stop else {}),
+                **({"stop_strings": list(how.stop), "tokenizer": self._tokenizer} if how.stop else {}),
             )
         texts = [self._tokenizer.decode(row[len(ids) :], skip_special_tokens=True) for row in out_NS]
-        return texts * (n // copies)
+        return texts * (how.n // copies)
 
     def _encode(self, prompt: str, chat: bool) -> list[int]:
         if not chat:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +19,7 @@ from laneformer.infer.cli_support import (
 )
 from laneformer.infer.eval_cli import evaluate
 from laneformer.infer.limits import WAIT_LIMIT_S
+from laneformer.terminal import run_command
 
 app = typer.Typer(
     add_completion=False,
@@ -244,10 +242,7 @@ app.command("eval")(evaluate)
 
 def main() -> None:
     """The console script."""
-    # A plain kill must unwind too, so that ranks are stopped and nothing is left behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    app()
+    run_command(app)
 
 
 if __name__ == "__main__":

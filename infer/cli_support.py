@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import typer
-
-from laneformer.terminal import fail, messages
+from laneformer import terminal
+from laneformer.terminal import messages as messages
 from laneformer.terminal import progress_bar as progress_bar
 from laneformer.terminal import table_console as table_console
 from laneformer.terminal import write_json as write_json
@@ -44,19 +43,10 @@ def checkpoint_of(folder: Path | None, preset: str | None, lanes: int | None = N
 
 @contextmanager
 def friendly_errors() -> Iterator[None]:
-    """A user's mistake is one line and exit code 2; a failed run is one line and exit code 1."""
+    """As `terminal.friendly_errors`; ranks, the gate and peers can fail too."""
     from laneformer.infer.bench import GateError
     from laneformer.infer.peers import PeerError
     from laneformer.infer.ranks import RankError
 
-    try:
+    with terminal.friendly_errors(RankError, GateError, PeerError):
         yield
-    except ValueError as error:
-        fail(error)
-        raise typer.Exit(2) from None
-    except (RankError, GateError, PeerError, OSError) as error:
-        fail(error)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        messages.print("stopped")
-        raise typer.Exit(130) from None

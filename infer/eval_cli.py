@@ -10,11 +10,11 @@ import typer
 from laneformer.infer.cli_support import (
     check_dtype,
     friendly_errors,
-    messages,
     progress_bar,
     table_console,
     write_json,
 )
+from laneformer.terminal import say
 
 
 def evaluate(
@@ -117,7 +117,7 @@ def evaluate(
         task = bar.add_task("starting", total=None)
         document = run_eval(
             settings,
-            lambda note: messages.print(f"note: {note}", style="yellow", markup=False, soft_wrap=True),
+            lambda note: say(f"note: {note}", "yellow"),
             lambda name, done, total: bar.update(task, description=name, completed=done, total=total),
         )
         bar.stop()

@@ -8,15 +8,21 @@ from pathlib import Path
 import numpy as np
 
 from laneformer.config import LaneConfig
-from laneformer.evaluation.completers import END_TOKENS, NotOffered, infilling_prompt, sample_seed, windowed_nats
+from laneformer.evaluation.completers import (
+    END_TOKENS,
+    MAX_WINDOW,
+    Decoding,
+    NotOffered,
+    infilling_prompt,
+    sample_seed,
+    windowed_nats,
+)
 from laneformer.infer.ranks import RankSettings
 from laneformer.infer.request import Request
 from laneformer.infer.sampling import Sampling
 from laneformer.infer.session import Session
 from laneformer.infer.tokenizer import Text, cut_at_stop
 
-# Logits of a whole window are held at once.
-MAX_WINDOW = 2048
 CHAT_START, CHAT_END = "<|im_start|>", "<|im_end|>"
 
 
@@ -46,43 +52,31 @@ class SessionCompleter:
     def __exit__(self, *exception: object) -> None:
         self.session.__exit__(*exception)
 
-    def complete(
-        self,
-        prompts: Sequence[str],
-        *,
-        max_tokens: int,
-        temperature: float,
-        n: int,
-        stop: Sequence[str],
-        seed: int,
-        chat: bool = False,
-    ) -> list[list[str]]:
+    def complete(self, prompts: Sequence[str], how: Decoding) -> list[list[str]]:
         """As Completer.complete; a prompt that does not fit loses its beginning."""
         found = []
         for at, prompt in enumerate(prompts):
-            ids = self.text.encode(self._chat(prompt) if chat else prompt)
+            ids = self.text.encode(self._chat(prompt) if how.chat else prompt)
             # Greedy samples are all the same, so one is decoded.
-            seeds = [sample_seed(seed, at, sample) for sample in range(n if temperature else 1)]
-            texts = [self._one(ids, max_tokens, temperature, stop, each, chat) for each in seeds]
-            found.append(texts * (n // len(texts)))
+            seeds = [sample_seed(how.seed, at, sample) for sample in range(how.n if how.temperature else 1)]
+            texts = [self._one(ids, how, seed) for seed in seeds]
+            found.append(texts * (how.n // len(texts)))
         return found
 
-    def _one(
-        self, ids: list[int], max_tokens: int, temperature: float, stop: Sequence[str], seed: int, chat: bool
-    ) -> str:
-        new = min(max_tokens, self.window - 2)
+    def _one(self, ids: list[int], how: Decoding, seed: int) -> str:
+        new = min(how.max_tokens, self.window - 2)
         prompt = ids[-(self.window - 1 - new) :] or [self._end()]
-        names = (*END_TOKENS, CHAT_END) if chat else END_TOKENS
+        names = (*END_TOKENS, CHAT_END) if how.chat else END_TOKENS
         ends = {self._vocabulary[name] for name in names if name in self._vocabulary}
         request = Request(
             prompt=tuple(prompt),
             max_tokens=new,
-            sampling=Sampling(temperature=temperature, seed=seed),
+            sampling=Sampling(temperature=how.temperature, seed=seed),
             stop_ids=tuple(sorted(ends)),
-            stop_texts=tuple(stop),
+            stop_texts=tuple(how.stop),
         )
         tokens = [token for token in self.session.generate(request) if token.finish != "stop_id"]
-        return cut_at_stop(self.text.decode([token.id for token in tokens]), stop)
+        return cut_at_stop(self.text.decode([token.id for token in tokens]), how.stop)
 
     def _chat(self, question: str) -> str:
         if CHAT_START not in self._vocabulary:

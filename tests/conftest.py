@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+
+# Ranks are forked here, and a pool of threads that the parent has started is not there in a fork.
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-
 import typer
 
+from laneformer.terminal import run_command
 from laneformer.tools.data_cli import data_app
 from laneformer.tools.export_cli import register as register_export
 from laneformer.tools.plan_cli import register as register_plan
@@ -26,10 +23,7 @@ register_export(app)
 
 def main() -> None:
     """The console script."""
-    # A plain kill must unwind too, so that nothing half-written is left.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    app()
+    run_command(app)
 
 
 if __name__ == "__main__":

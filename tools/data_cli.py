@@ -11,8 +11,7 @@ from typing import Annotated
 
 import typer
 
-from laneformer.terminal import say
-from laneformer.tools.support import friendly_errors
+from laneformer.terminal import friendly_errors, say
 from laneformer.tools.tokens_cli import register as register_tokens
 
 EXAMPLES = """From source files to tokenised shards, step by step; every step goes on where it was killed.

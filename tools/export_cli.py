@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from laneformer.terminal import say
-from laneformer.tools.support import friendly_errors
+from laneformer.terminal import friendly_errors, say
 
 if TYPE_CHECKING:
     from laneformer.checkpoint import Checkpoint

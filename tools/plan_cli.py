@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from laneformer.terminal import fail, say, table_console, write_json
-from laneformer.tools.support import friendly_errors
+from laneformer.terminal import fail, friendly_errors, say, table_console, write_json
 
 HELP = """\
 What a training run costs on named hardware, before anything is spent.

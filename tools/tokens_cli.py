@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from laneformer.terminal import say, table_console
-from laneformer.tools.support import friendly_errors
+from laneformer.terminal import friendly_errors, say, table_console
 
 SHARD_TOKENS = 2**26
 Out = Annotated[Path, typer.Argument(help="Folder to write.")]

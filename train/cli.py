@@ -22,6 +22,7 @@ from rich.console import Console
 
 from laneformer.config import LaneConfig
 from laneformer.presets import PRESETS
+from laneformer.terminal import fail, say
 from laneformer.train.settings import NOT_FOR_MODEL, Settings
 from laneformer.train.settings_build import build_settings, check_key, key_types
 
@@ -62,9 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return sweep([argument for argument in arguments if argument not in MULTIRUN], messages)
         return execute(settings_from(arguments), messages)
     except ValueError as error:
-        return fail(messages, error, 2)
+        return failed(messages, error, 2)
     except OSError as error:
-        return fail(messages, error, 1)
+        return failed(messages, error, 1)
     except KeyboardInterrupt:
         messages.print("stopped")
         return 130
@@ -86,19 +87,19 @@ def execute(settings: Settings, messages: Console) -> int:
             with StopRequest() as stopped:
                 folder = job.run(stopped)
         except TrainingError as error:
-            return fail(messages, error, 1)
+            return failed(messages, error, 1)
         if stopped.signal is not None:
             text = f"stopped; the weights so far are in {folder}, resume=true goes on"
         else:
             text = f"done: {folder}"
         if place.first:
-            messages.print(text, markup=False, highlight=False, soft_wrap=True)
+            say(text, console=messages)
     return 0 if stopped.signal is None else 128 + stopped.signal
 
 
-def fail(messages: Console, error: Exception, code: int) -> int:
-    """One line on standard error."""
-    messages.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+def failed(messages: Console, error: Exception, code: int) -> int:
+    """One line on standard error; the exit code."""
+    fail(error, messages)
     return code
 
 

@@ -5,9 +5,7 @@ Shape suffixes: B batch, S positions.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -78,6 +76,7 @@ class Loader:
         self.infiller = Infiller(found.tokenizer(), found.manifest, infilling, infilling_spm) if infilling else None
         # Opened when needed and forgotten when others are: there may be more shards than a process may open.
         self._stream = lru_cache(OPEN_SHARDS)(self._open)
+        # What decides the batches, as JSON: loaders of one identity give the same.
         self.identity: dict[str, object] = {
             "order": ORDER,
             "tokenizer": found.manifest.tokenizer_sha256,
@@ -89,11 +88,6 @@ class Loader:
             "infilling": infilling,
             "infilling_spm": infilling_spm,
         }
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash over `identity`: loaders of one fingerprint give the same batches."""
-        return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()
 
     def _by_windows(self) -> tuple[list[Phase], int]:
         """One phase in which each window weighs the same; where a table can hold them, all end their epoch together."""
@@ -144,19 +138,3 @@ def rank_positions(step_start: int, batch: int, micro_batch: int, ranks: int, ra
         )
     starts = range(step_start + rank * micro_batch, step_start + batch, together)
     return [range(start, start + micro_batch) for start in starts]
-
-
-def differences(then: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """What two identities of loaders differ in, one line for each setting or source; empty where nothing does."""
-    # Through JSON, as the older one comes from a file.
-    old, new = json.loads(json.dumps(then)), json.loads(json.dumps(now))
-    lines = []
-    for key in sorted({*old, *new} - {"sources"}):
-        if old.get(key) != new.get(key):
-            lines.append(f"{key} was {old.get(key)}, is {new.get(key)}")
-    before, after = old.get("sources", {}), new.get("sources", {})
-    for source in sorted({*before, *after}):
-        if before.get(source) != after.get(source):
-            what = "is new" if source not in before else "is gone" if source not in after else "has other shards"
-            lines.append(f"source {source} {what}")
-    return lines

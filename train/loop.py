@@ -42,6 +42,11 @@ class StepResult:
     stop: bool
 
 
+def micro_batch(settings: Settings, place: Layout) -> int:
+    """Sequences that a rank computes at once."""
+    return settings.data.micro_batch or max(1, settings.data.batch // place.data)
+
+
 class Trainer:
     """A model, its optimizers, and where in the run they are; `finished` steps are the whole state of the data."""
 
@@ -61,10 +66,9 @@ class Trainer:
 
     def micro_batches(self) -> list[Batch]:
         """What this rank learns from in the next step."""
-        data, place = self.settings.data, self.place
-        micro = data.micro_batch or data.batch // place.data
-        start = self.finished * data.batch
-        ranges = rank_positions(start, data.batch, micro, place.data, place.data_rank)
+        batch, place = self.settings.data.batch, self.place
+        micro = micro_batch(self.settings, place)
+        ranges = rank_positions(self.finished * batch, batch, micro, place.data, place.data_rank)
         return [self.loader.batch(part.start, len(part)) for part in ranges]
 
     def step(self, stop: bool = False) -> StepResult:
@@ -142,8 +146,7 @@ class Trainer:
 
     def nats(self, rows: Rows, stopped: Callable[[], bool]) -> float | None:
         """The cross-entropy of rows, summed over all ranks."""
-        data, place = self.settings.data, self.place
-        at_once = data.micro_batch or max(1, data.batch // place.data)
+        place, at_once = self.place, micro_batch(self.settings, self.place)
         total = torch.zeros(1, dtype=torch.float64)
         for start in range(0, len(rows.inputs_NS), at_once * place.data):
             # Only a single process may leave on its own; ranks that wait for each other go on to the end.

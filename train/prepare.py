@@ -16,17 +16,20 @@ from rich.console import Console
 
 from laneformer.checkpoint import Checkpoint, expected_shapes, has_lane_axis
 from laneformer.config import LaneConfig
+from laneformer.cost import count_parameters
 from laneformer.data.build import build_shards
 from laneformer.data.shards import Manifest, file_sha256, read_manifest
+from laneformer.differences import differences
 from laneformer.files import replace_files
 from laneformer.hf_export import TOKENIZER_FILES
 from laneformer.model import Laneformer
 from laneformer.schedule import Schedule
+from laneformer.terminal import say
 from laneformer.train import state
 from laneformer.train.loader import Loader, rank_positions
-from laneformer.train.loop import Trainer
+from laneformer.train.loop import Trainer, micro_batch
 from laneformer.train.parallel import Layout, check_lanes
-from laneformer.train.run import Job, holds_run, out_folder, say
+from laneformer.train.run import Job, holds_run, out_folder
 from laneformer.train.settings import Settings
 from laneformer.train.validation import validation_rows
 
@@ -43,24 +46,24 @@ def prepare(settings: Settings, messages: Console, place: Layout) -> Job:
     check_early(settings, place)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    tell: Callable[[str], object] = (lambda text: say(messages, text)) if place.first else lambda text: None
+    tell: Callable[[str], object] = (lambda text: say(text, console=messages)) if place.first else lambda text: None
     start = None if settings.init_from is None else Path(settings.init_from).expanduser()
     folders = data_folders(settings, start, place, tell)
     manifest = read_manifest(folders[0])
     config, schedule = model_config(settings, manifest, start)
     check_lanes(config, place.lanes)
     loader = loader_of(settings, folders)
-    valid = validation_rows(
-        folders, settings.data.sequence_length, settings.data.valid_bytes, settings.data.document_mask
-    )
+    data = settings.data
+    valid = validation_rows(folders, data.sequence_length, data.valid_bytes, data.document_mask, data.verify)
     trainer = Trainer(new_model(config, schedule, settings, start, place), loader, settings, place)
     job = Job(settings, trainer, valid, identity(settings, config, loader), tokenizer_copier(folders[0]), messages)
     if settings.resume:
         resume(job, tell)
-    sizes = {"parameters": sum(torch.Size(shape).numel() for shape in expected_shapes(config).values())}
-    per_step = settings.data.batch * settings.data.sequence_length
-    millions = ", ".join(f"{count / 1e6:.2f} M {name}" for name, count in sizes.items())
-    tell(f"{millions}, schedule {schedule}, {settings.steps} steps of {per_step} tokens, {place.world} process(es)")
+    millions, per_step = count_parameters(config).total / 1e6, data.batch * data.sequence_length
+    tell(
+        f"{millions:.2f} M parameters, schedule {schedule}, {settings.steps} steps of {per_step} tokens, "
+        f"{place.world} process(es)"
+    )
     return job
 
 
@@ -73,8 +76,10 @@ def check_early(settings: Settings, place: Layout) -> None:
         check_lanes(with_schedule(config, settings.schedule)[0], place.lanes)
     elif not Path(settings.init_from).expanduser().is_dir():
         raise ValueError(f"init_from {settings.init_from} does not exist; give a checkpoint folder")
-    data = settings.data
-    rank_positions(0, data.batch, data.micro_batch or max(1, data.batch // place.data), place.data, place.data_rank)
+    rank_positions(0, settings.data.batch, micro_batch(settings, place), place.data, place.data_rank)
+    if place.world > 1:
+        # The first rank writes to OUT only after the others have seen what it held.
+        dist.barrier()
 
 
 def check_device(device: str) -> None:
@@ -141,13 +146,13 @@ def model_config(settings: Settings, manifest: Manifest, start: Path | None) -> 
                  if expected_shapes(config).get(name) != shape]  # fmt: skip
         if settings.model and wrong:
             raise ValueError(f"init_from {start} has another {wrong[0]} than model.* asks for; leave model.* out")
-    elif "vocab_size" in settings.model and wanted.vocab_size >= manifest.vocab_size:
-        config = wanted
-    elif "vocab_size" in settings.model and not settings.corpus:
+    elif "vocab_size" in settings.model and wanted.vocab_size < manifest.vocab_size:
         raise ValueError(
             f"model.vocab_size is {wanted.vocab_size}, but the data's tokenizer has {manifest.vocab_size} tokens; "
             "leave it out to use theirs"
         )
+    elif "vocab_size" in settings.model:
+        config = wanted
     else:
         config = wanted.replace(vocab_size=manifest.vocab_size)
     special = manifest.special_tokens
@@ -221,14 +226,3 @@ def resume(job: Job, tell: Callable[[str], object]) -> None:
     state.load(job.trainer, folder, kept)
     job.saved_at = job.trainer.finished
     tell(f"resumed from {folder}")
-
-
-def differences(before: Any, now: Any, key: str = "") -> list[str]:
-    """Where two nested values differ, as `key was A, is B`."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        keys = dict.fromkeys([*before, *now])
-        return [
-            text for name in keys for text in differences(before.get(name), now.get(name), f"{key}.{name}".strip("."))
-        ]
-    same = before == now or (isinstance(before, list | tuple) and list(before) == list(now))
-    return [] if same else [f"{key} was {before!r}, is {now!r}"]

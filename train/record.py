@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from laneformer.config import LaneConfig
 from laneformer.cost import MACHINES, training_flops
 from laneformer.files import write_text
+from laneformer.terminal import progress_bar
 from laneformer.train.loop import StepResult
 from laneformer.train.settings import Settings
 
@@ -138,7 +138,6 @@ def start_wandb(out: Path, settings: Settings) -> Any:
 @contextmanager
 def progress(settings: Settings, finished: int, messages: Console) -> Iterator[Any]:
     """A function to call after every step, which moves a bar on standard error; silent where that is no terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=messages, disable=not messages.is_terminal, transient=True) as bar:
+    with progress_bar(messages) as bar:
         task = bar.add_task("training", total=settings.steps, completed=finished)
         yield lambda result: bar.update(task, completed=result.step, description=f"loss {result.loss:.3f}")

@@ -17,6 +17,7 @@ from rich.console import Console
 from laneformer.checkpoint import save_checkpoint
 from laneformer.files import write_text
 from laneformer.schedule import Schedule
+from laneformer.terminal import say
 from laneformer.train import state
 from laneformer.train.loop import StepResult, Trainer, TrainingError
 from laneformer.train.record import LOG, Log, Meter, line_of, progress
@@ -117,7 +118,8 @@ class Job:
         save_checkpoint(trainer.model.config.replace(torch_dtype=dtype), tensors, folder)
         if Schedule.from_config(trainer.model.config) != trainer.model.schedule:
             name = trainer.model.schedule
-            say(self.messages, f"note: config.json cannot express schedule {name}; decode with --schedule {name}")
+            note = f"note: config.json cannot express schedule {name}; decode with --schedule {name}"
+            say(note, console=self.messages)
         if trainer.finished == self.settings.steps:
             result = {**self.last_line, "seconds": round(seconds, 1), "identity": self.identity}
             write_text(self.out / RESULT, json.dumps(result, indent=1) + "\n")
@@ -131,11 +133,6 @@ class Job:
 def is_multiple(step: int, every: int) -> bool:
     """Whether something that happens every so many steps (never for 0) happens now."""
     return every > 0 and step % every == 0
-
-
-def say(messages: Console, text: str) -> None:
-    """One line, as it is."""
-    messages.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def out_folder(settings: Settings) -> Path:

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from laneformer.files import write_text
-from laneformer.terminal import table_console
+from laneformer.terminal import fail, say, table_console
 from laneformer.train.cli import execute, overrides_from, settings_from
 from laneformer.train.settings import Settings
 from laneformer.train.settings_build import build_settings
@@ -59,7 +59,7 @@ def sweep(arguments: Sequence[str], messages: Console) -> int:
     (base / "multirun.yaml").unlink(missing_ok=True)
     failed = [row["name"] for row in rows if row["status"] != "finished"]
     if failed:
-        messages.print(f"error: not finished: {'; '.join(failed)}", style="red", markup=False, soft_wrap=True)
+        fail(f"not finished: {'; '.join(failed)}", messages)
     return 1 if failed else 0
 
 
@@ -73,13 +73,13 @@ def job(composed: DictConfig) -> None:
     try:
         settings = build_settings({**values, "out": str(folder), "resume": not values.get("overwrite")}, "experiment")
         if is_finished(folder, settings):
-            messages.print(f"{folder.name}: finished before, skipped", markup=False, highlight=False)
+            say(f"{folder.name}: finished before, skipped", console=messages)
             return
-        messages.print(f"{folder.name}:", markup=False, highlight=False)
+        say(f"{folder.name}:", console=messages)
         code = execute(settings, messages)
         problem = None if code == 0 else f"ended with exit code {code}"
     except (ValueError, OSError) as error:
-        messages.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        fail(error, messages)
         problem, code = str(error), 1
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "error.txt").unlink(missing_ok=True)

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from laneformer.data.shards import Shard, ShardInfo
 from laneformer.train.folders import Folders, ShardPlace, read_folders
+from laneformer.train.infilling import BROKEN
 from laneformer.train.packing import Stream, num_windows
-
-BROKEN = "\ufffd"
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def test_a_finished_corpus_is_not_made_again_and_other_settings_are_refused(raw:
     assert finish(out) == first
     assert {path: path.stat().st_mtime_ns for path in (out / "documents").iterdir()} == before
     other = CleanSettings(limits=parse_limits(["max_line=500"]))
-    with pytest.raises(SettingsError, match=r"settings\.limits\.max_line: 1000, now 500.*--redo"):
+    with pytest.raises(SettingsError, match=r"settings\.limits\.max_line was 1000, is 500.*--redo"):
         clean(raw, out, other, Execution())
     write_raw(raw, [[document(program(77))]], source="another")
     with pytest.raises(SettingsError, match="another"):

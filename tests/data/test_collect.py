@@ -68,7 +68,7 @@ def test_a_source_that_changed_is_refused_until_redo(project: Path, tmp_path: Pa
     raw = tmp_path / "raw"
     collect(raw, source(folder=project), Execution())
     (project / "new.py").write_text("x = 1\n")
-    with pytest.raises(SettingsError, match=r"files: \d+, now \d+"):
+    with pytest.raises(SettingsError, match=r"files was \d+, is \d+"):
         collect(raw, source(folder=project), Execution())
     assert collect(raw, source(folder=project), Execution(), redo=True).documents == 4
 

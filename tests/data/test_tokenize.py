@@ -179,9 +179,9 @@ def test_a_finished_job_is_found_finished_and_another_is_refused(tmp_path, corpu
     corpus = corpus.rename(tmp_path / "moved")
     assert tokenize_documents(corpus, out, out).num_tokens == 0
     for change, message in [
-        ({"valid_fraction": 0.1}, "valid_fraction was 0.05, now 0.1"),
-        ({"shard_tokens": 999}, "shard_tokens was 67108864, now 999"),
-        ({"tasks": 2}, "tasks was 3, now 2"),
+        ({"valid_fraction": 0.1}, "valid_fraction was 0.05, is 0.1"),
+        ({"shard_tokens": 999}, "shard_tokens was 67108864, is 999"),
+        ({"tasks": 2}, "tasks was 3, is 2"),
     ]:
         with pytest.raises(TokenizeError, match=message):
             tokenize_documents(corpus, out, tokenizer, **change)
@@ -197,7 +197,7 @@ def test_a_finished_job_is_found_finished_and_another_is_refused(tmp_path, corpu
 
 def test_a_begun_job_refuses_other_settings_too(tmp_path, corpus, tokenizer):
     begin(corpus, tmp_path / "out", tokenizer)
-    with pytest.raises(TokenizeError, match="shard_tokens was 67108864, now 100"):
+    with pytest.raises(TokenizeError, match="shard_tokens was 67108864, is 100"):
         begin(corpus, tmp_path / "out", tokenizer, shard_tokens=100)
     with pytest.raises(ShardError, match="holds no manifest"):
         read_manifest(tmp_path / "out")

@@ -43,7 +43,7 @@ def test_a_corpus_becomes_shards_step_by_step(tmp_path, corpus):
     said = run("tokenize", corpus, tmp_path / "out", "--tokenizer", tmp_path / "tokenizer", "--valid-fraction", "0.2")
     assert "already" in said
     said = run("tokenize", corpus, tmp_path / "out", "--tokenizer", tmp_path / "tokenizer", code=2)
-    assert "valid_fraction was 0.2, now 0.05" in said and "Traceback" not in said
+    assert "valid_fraction was 0.2, is 0.05" in said and "Traceback" not in said
 
 
 def test_inspect_shows_counts_and_decoded_documents(tmp_path, corpus):

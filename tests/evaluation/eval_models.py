@@ -35,9 +35,9 @@ class Canned:
     def __init__(self, answers=None, spans=True):
         self.answers, self.spans, self.asked = answers or {}, spans, []
 
-    def complete(self, prompts, *, max_tokens, temperature, n, stop, seed, chat=False):
-        self.asked += [(prompt, tuple(stop)) for prompt in prompts]
-        return [[self.answers.get(prompt, "")] * n for prompt in prompts]
+    def complete(self, prompts, how):
+        self.asked += [(prompt, tuple(how.stop)) for prompt in prompts]
+        return [[self.answers.get(prompt, "")] * how.n for prompt in prompts]
 
     def infilling_prompt(self, prefix, suffix):
         if not self.spans:

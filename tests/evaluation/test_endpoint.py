@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from laneformer.evaluation.completers import NotOffered
+from laneformer.evaluation.completers import Decoding, NotOffered
 from laneformer.evaluation.endpoint import EndpointCompleter, EndpointError
 
 
@@ -62,7 +62,7 @@ DRAW = {"max_tokens": 7, "temperature": 0.5, "seed": 3}
 
 def test_completions_are_asked_for_with_all_settings_and_the_key(server, monkeypatch):
     monkeypatch.setenv("TEST_KEY", "secret")
-    answers = client(server).complete(["a", "b"], n=2, stop=["1", "2", "3", "4", "5"], **DRAW)
+    answers = client(server).complete(["a", "b"], Decoding(n=2, stop=["1", "2", "3", "4", "5"], **DRAW))
     assert answers == [["a!3.0", "a!3.1"], ["b!4.0", "b!4.1"]]
     path, body, key = server.asked[0]
     assert (path, key) == ("/v1/completions", "Bearer secret")
@@ -71,7 +71,7 @@ def test_completions_are_asked_for_with_all_settings_and_the_key(server, monkeyp
 
 
 def test_chat_asks_as_a_user_and_a_url_may_end_in_v1(server):
-    assert client(server, "/v1/").complete(["hi"], n=1, stop=[], chat=True, **DRAW) == [["HI"]]
+    assert client(server, "/v1/").complete(["hi"], Decoding(n=1, stop=[], chat=True, **DRAW)) == [["HI"]]
     path, body, key = server.asked[0]
     assert path == "/v1/chat/completions" and body["messages"] == [{"role": "user", "content": "hi"}]
     assert key is None and "stop" not in body
@@ -79,30 +79,30 @@ def test_chat_asks_as_a_user_and_a_url_may_end_in_v1(server):
 
 def test_a_server_that_gives_one_choice_at_a_time_is_asked_again_with_other_seeds(server):
     server.at_most = 1
-    answers = client(server).complete(["a"], n=3, stop=[], **DRAW)[0]
+    answers = client(server).complete(["a"], Decoding(n=3, stop=[], **DRAW))[0]
     assert len(set(answers)) == 3
 
 
 def test_what_may_pass_is_tried_again_and_what_may_not_is_told(server):
     server.failures = [503, 429]
-    assert client(server).complete(["a"], n=1, stop=[], **DRAW) == [["a!3.0"]]
+    assert client(server).complete(["a"], Decoding(n=1, stop=[], **DRAW)) == [["a!3.0"]]
     assert len(server.asked) == 3
     server.failures = [401]
     with pytest.raises(EndpointError, match=r"401.*busy"):
-        client(server).complete(["a"], n=1, stop=[], **DRAW)
+        client(server).complete(["a"], Decoding(n=1, stop=[], **DRAW))
     assert len(server.asked) == 4
     server.failures = [500] * 2
     with pytest.raises(EndpointError, match="500"):
-        client(server, tries=2).complete(["a"], n=1, stop=[], **DRAW)
+        client(server, tries=2).complete(["a"], Decoding(n=1, stop=[], **DRAW))
     server.broken = True
     with pytest.raises(EndpointError, match="without choices"):
-        client(server).complete(["a"], n=1, stop=[], **DRAW)
+        client(server).complete(["a"], Decoding(n=1, stop=[], **DRAW))
 
 
 def test_a_server_that_is_not_there_and_a_url_that_is_none_are_told():
     with pytest.raises(EndpointError, match="failed"):
         absent = EndpointCompleter("http://127.0.0.1:9", "m", tries=1)
-        absent.complete(["a"], n=1, stop=[], **DRAW)
+        absent.complete(["a"], Decoding(n=1, stop=[], **DRAW))
     with pytest.raises(ValueError, match="URL"):
         EndpointCompleter("localhost", "m")
 

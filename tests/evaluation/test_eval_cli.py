@@ -11,6 +11,7 @@ from eval_models import write_checkpoint
 from typer.testing import CliRunner
 
 from laneformer import Laneformer
+from laneformer.evaluation.completers import Decoding
 from laneformer.evaluation.problems import read_problems
 from laneformer.evaluation.sandbox import Sandbox, SandboxError
 from laneformer.infer import cli
@@ -152,13 +153,13 @@ def test_a_session_scores_texts_as_the_model_itself(session, folder):
 
 def test_a_session_samples_by_seed_greedily_once_and_cuts_what_does_not_fit(session):
     settings = {"max_tokens": 6, "stop": (), "n": 3}
-    greedy = session.complete(["def"], temperature=0.0, seed=0, **settings)[0]
+    greedy = session.complete(["def"], Decoding(temperature=0.0, seed=0, **settings))[0]
     assert len(set(greedy)) == 1 and len(greedy) == 3
-    drawn = session.complete(["def", "def"], temperature=1.5, seed=0, **settings)
+    drawn = session.complete(["def", "def"], Decoding(temperature=1.5, seed=0, **settings))
     assert len({*drawn[0], *drawn[1]}) > 3
-    assert session.complete(["def", "def"], temperature=1.5, seed=0, **settings) == drawn
+    assert session.complete(["def", "def"], Decoding(temperature=1.5, seed=0, **settings)) == drawn
     long, short = "word " * 500, ("word " * 500)[-300:]
-    ends = [session.complete([text], temperature=0.0, seed=0, **settings)[0][0] for text in (long, short)]
+    ends = [session.complete([text], Decoding(temperature=0.0, seed=0, **settings))[0][0] for text in (long, short)]
     assert ends[0] == ends[1]
 
 

@@ -65,11 +65,11 @@ class Counting:
     def __init__(self, stop_after=10**9):
         self.asked, self.stop_after = [], stop_after
 
-    def complete(self, prompts, *, max_tokens, temperature, n, stop, seed, chat=False):
+    def complete(self, prompts, how):
         if len(self.asked) == self.stop_after:
             raise KeyboardInterrupt
         self.asked.append(prompts[0])
-        return [[f"    return ({seed}, {at})\ndef unused" for at in range(n)] for _ in prompts]
+        return [[f"    return ({how.seed}, {at})\ndef unused" for at in range(how.n)] for _ in prompts]
 
 
 def quiet(done, total):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from eval_models import write_tokenizer
 
-from laneformer.evaluation.completers import NotOffered
+from laneformer.evaluation.completers import Decoding, NotOffered
 from laneformer.evaluation.transformers_model import TransformersCompleter
 
 
@@ -45,23 +45,27 @@ def test_greedy_completions_are_the_likeliest_tokens_one_by_one(model):
             break
     text = model._tokenizer.decode(expected[len(ids) :], skip_special_tokens=True)
     settings = {"max_tokens": 6, "temperature": 0.0, "n": 3, "stop": (), "seed": 0}
-    assert model.complete(["def f(x):"], **settings) == [[text] * 3]
+    assert model.complete(["def f(x):"], Decoding(**settings)) == [[text] * 3]
 
 
 def test_samples_differ_repeat_with_their_seed_and_leave_the_callers_random_state_alone(model):
     settings = {"max_tokens": 8, "temperature": 1.0, "n": 4, "stop": ()}
     before = torch.get_rng_state()
-    first = model.complete(["a", "a"], seed=1, **settings)
+    first = model.complete(["a", "a"], Decoding(seed=1, **settings))
     assert torch.equal(torch.get_rng_state(), before)
     assert len(set(first[0])) > 1 and first[0] != first[1]
-    assert model.complete(["a", "a"], seed=1, **settings) == first != model.complete(["a", "a"], seed=2, **settings)
+    assert (
+        model.complete(["a", "a"], Decoding(seed=1, **settings))
+        == first
+        != model.complete(["a", "a"], Decoding(seed=2, **settings))
+    )
 
 
 def test_generation_ends_at_a_stop_string(model):
     settings = {"max_tokens": 12, "temperature": 0.0, "n": 1, "seed": 0}
-    whole = model.complete(["def"], stop=(), **settings)[0][0]
+    whole = model.complete(["def"], Decoding(stop=(), **settings))[0][0]
     stop = whole[3:5]
-    stopped = model.complete(["def"], stop=[stop], **settings)[0][0]
+    stopped = model.complete(["def"], Decoding(stop=[stop], **settings))[0][0]
     assert whole.startswith(stopped) and stop in stopped and len(stopped) < len(whole)
 
 
@@ -81,7 +85,7 @@ def test_infilling_uses_the_tokenizers_tokens_and_chat_needs_a_template(model, f
     ids = model._tokenizer(model.infilling_prompt("a", "b"))["input_ids"]
     assert (ids[0], ids[2], ids[-1]) == (2, 3, 4)
     with pytest.raises(ValueError, match="chat template"):
-        model.complete(["a"], max_tokens=1, temperature=0.0, n=1, stop=(), seed=0, chat=True)
+        model.complete(["a"], Decoding(max_tokens=1, temperature=0.0, n=1, stop=(), seed=0, chat=True))
 
 
 def test_a_folder_that_cannot_be_loaded_and_one_without_an_end_token_are_told(tmp_path, folder):

@@ -261,6 +261,9 @@ def test_an_adopted_tokenizer_decides_the_vocabulary(settings_for, tmp_path):
     del adopted.model["vocab_size"]
     config = Laneformer.from_pretrained(finish(adopted)).config
     assert (config.vocab_size, config.eos_ids, config.pad_token_id) == (264, (0,), 1)
+    small = settings_for(out=str(tmp_path / "c"), tokenizer=adopted.tokenizer, model={"vocab_size": 261})
+    with pytest.raises(ValueError, match=r"model.vocab_size is 261, but the data's tokenizer has 264 tokens"):
+        trainer_of(small)
 
 
 def test_a_run_starts_from_anothers_weights_and_tokenizer(settings_for, tmp_path):

@@ -114,3 +114,20 @@ def test_recomputing_and_ranks_go_together(run_settings, tmp_path):
     for got, got_grads in run_training_ranks(2, first_gradients, run_settings(2, recompute=True)):
         assert got == pytest.approx(loss, rel=1e-12)
         assert_same(got_grads, grads)
+
+
+def test_bfloat16_over_sharded_weights_stays_near_float32_and_keeps_wide_weights(run_settings, tmp_path):
+    narrow = {"precision": "bfloat16", "optim": {"clip": 0.5}}
+    one, _ = trained(Layout(), run_settings(precision="float32", optim={"clip": 0.5}, out=str(tmp_path / "one")))
+    for results, weights in run_training_ranks(2, trained, run_settings(1, "fsdp", **narrow)):
+        np.testing.assert_allclose(np.array(results)[:, 0], np.array(one)[:, 0], rtol=2e-2)
+        assert results != one and {array.dtype for array in weights.values()} == {np.dtype(np.float32)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [(2, 2, "ddp"), (2, 1, "fsdp"), (2, 1, "ddp")], ids=str)
+def test_compiled_modules_over_ranks_give_one_processs_steps(place, run_settings, tmp_path):
+    ranks, lanes, shard = place
+    one, _ = trained(Layout(), run_settings(out=str(tmp_path / "one")))
+    for results, _ in run_training_ranks(ranks, trained, run_settings(lanes, shard, compile=True)):
+        np.testing.assert_allclose(np.array(results), np.array(one), rtol=1e-8)

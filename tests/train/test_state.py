@@ -158,7 +158,7 @@ def test_a_save_that_was_killed_leaves_nothing_that_is_taken_for_a_state(corpus,
     ("change", "named"),
     [
         ({"optim": {"lr": 0.5}}, "optim.lr was 0.003, is 0.5"),
-        ({"schedule": "ladder"}, "schedule was 'delayed:2', is 'ladder'"),
+        ({"schedule": "ladder"}, 'schedule was "delayed:2", is "ladder"'),
         ({"steps": 9}, "steps was 8, is 9"),
         ({"seed": 3}, "seed was 0, is 3"),
         ({"data": {"sequence_length": 18, "batch": 8, "infilling": 0.3}}, "data.sequence_length was 19, is 18"),

@@ -179,3 +179,12 @@ def test_a_signal_finishes_the_step_and_saves_the_weights(quick, tmp_path, numbe
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert 0 < lines[-1]["step"] < 1_000_000
     assert Laneformer.from_pretrained(out / "checkpoint").config.num_lanes == 3
+
+
+def test_wandb_keeps_an_offline_run_below_the_output_folder(quick, tmp_path):
+    # In a process of its own: its service's threads would be forked into the ranks of other tests.
+    arguments = [*quick, f"out={tmp_path}/out", "log.every=1", "log.wandb=offline"]
+    subprocess.run([sys.executable, "-m", "laneformer.train.cli", *arguments], cwd=tmp_path, check=True, timeout=60)
+    (kept,) = (tmp_path / "out" / "wandb").glob("offline-run-*/*.wandb")
+    assert b"valid_bits_per_byte" in kept.read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "the working directory is littered"
