@@ -45,10 +45,11 @@ class BenchSettings:
     rounds: int = 5
     dtype: str | None = None
     runner: str = "compiled"
-    exchange: str = "mailbox"
+    exchange: str = "auto"
     against: tuple[str, ...] = ()
     threads: int | None = None
     prompt_file: str | None = None
+    device: str = "auto"
 
     def __post_init__(self) -> None:
         for name, least in (("prompt_tokens", 1), ("new_tokens", 2), ("rounds", 1)):
@@ -141,7 +142,7 @@ class Bench:
             session = Session(
                 RankSettings(
                     settings.folder, ranks, schedules, settings.runner, settings.exchange, settings.dtype, capacity,
-                    settings.threads,
+                    settings.threads, device=settings.device,
                 )
             )  # fmt: skip
             self.sessions[ranks] = self._resources.enter_context(session)

@@ -34,8 +34,11 @@ Ranks = Annotated[int, typer.Option(help="Rank processes; must divide the lanes.
 ScheduleText = Annotated[
     str, typer.Option(help="tensor-parallel, delayed:D, delayed:D:early, ladder, silent, or checkpoint (its own).")
 ]
-RunnerName = Annotated[str, typer.Option(help="eager or compiled.")]
-ExchangeName = Annotated[str, typer.Option(help="mailbox (shared memory) or gloo.")]
+RunnerName = Annotated[str, typer.Option(help="eager, compiled (CPUs) or graph (a captured CUDA graph on GPUs).")]
+ExchangeName = Annotated[
+    str, typer.Option(help="mailbox (shared memory), gloo, nccl, or auto: nccl for a GPU a rank, else mailbox.")
+]
+DeviceName = Annotated[str, typer.Option(help="cpu, cuda (ROCm too), or auto: a GPU where there is one.")]
 DType = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; the checkpoint's own by default.")]
 Threads = Annotated[int | None, typer.Option(help="Threads a rank; cores are shared equally by default.", min=1)]
 WaitLimit = Annotated[
@@ -63,7 +66,8 @@ def generate(
     schedule: ScheduleText = "checkpoint",
     runner: RunnerName = "eager",
     ranks: Ranks = 1,
-    exchange: ExchangeName = "mailbox",
+    exchange: ExchangeName = "auto",
+    device: DeviceName = "auto",
     link_latency: Annotated[float, typer.Option(help="Emulated link between ranks, microseconds.")] = 0.0,
     dtype: DType = None,
     threads: Threads = None,
@@ -93,7 +97,7 @@ def generate(
         )
         settings = {
             "ranks": ranks, "schedules": (schedule,), "runner": runner, "exchange": exchange, "dtype": dtype,
-            "threads": threads, "wait_limit_s": wait_limit,
+            "threads": threads, "wait_limit_s": wait_limit, "device": device,
         }  # fmt: skip
         result = run_generate(folder, Prompt(prompt, prompt_file, prompt_ids), request, settings, stream, messages)
         if result is not None and json_file is not None:
@@ -106,7 +110,8 @@ def check(
     schedule: ScheduleText = "checkpoint",
     runner: RunnerName = "eager",
     ranks: Ranks = 1,
-    exchange: ExchangeName = "mailbox",
+    exchange: ExchangeName = "auto",
+    device: DeviceName = "auto",
     dtype: DType = None,
     expected: Annotated[
         Path | None, typer.Option(help="safetensors file with input_ids and logits to compare with.")
@@ -127,7 +132,7 @@ def check(
         check_dtype(dtype)
         settings = {
             "ranks": ranks, "schedules": (schedule,), "runner": runner, "exchange": exchange, "dtype": dtype,
-            "threads": threads, "wait_limit_s": wait_limit,
+            "threads": threads, "wait_limit_s": wait_limit, "device": device,
         }  # fmt: skip
         result = run_check(folder, schedule, expected, settings, Console())
         if json_file is not None:
@@ -151,7 +156,8 @@ def bench(
     rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 5,
     dtype: DType = None,
     runner: RunnerName = "compiled",
-    exchange: ExchangeName = "mailbox",
+    exchange: ExchangeName = "auto",
+    device: DeviceName = "auto",
     against: Annotated[str | None, typer.Option(help="Peers in the same run: hf-generate, hf-compiled.")] = None,
     threads: Threads = None,
     json_file: Annotated[
@@ -182,6 +188,7 @@ def bench(
             dtype=dtype,
             runner=runner,
             exchange=exchange,
+            device=device,
             against=parse_list(against, str, "--against") if against else (),
             threads=threads,
             prompt_file=None if prompt_file is None else str(prompt_file),

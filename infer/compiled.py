@@ -93,7 +93,9 @@ def feed_forward(
     return matvec(in_memory(F.silu(gate_F) * up_F), down_OI)
 
 
-def compile_function(function: Callable[..., Tensor], args: tuple[Any, ...]) -> Callable[..., Tensor]:
+def compile_function(
+    function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any] = OPTIONS
+) -> Callable[..., Any]:
     """`function` compiled for exactly these shapes and these numbers; it is then called with the tensors of `args`.
 
     The graph is traced and compiled without torch.compile's front end, whose guards and frames would run before every
@@ -101,13 +103,13 @@ def compile_function(function: Callable[..., Tensor], args: tuple[Any, ...]) -> 
     """
     is_tensor = [isinstance(arg, Tensor) for arg in args]
 
-    def of_tensors(*tensors: Tensor) -> Tensor:
+    def of_tensors(*tensors: Tensor) -> Any:
         given = iter(tensors)
         return function(*(next(given) if wanted else arg for wanted, arg in zip(is_tensor, args, strict=True)))
 
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     graph = make_fx(of_tensors)(*tensors)
-    return cast(Callable[..., Tensor], torch._inductor.compile(graph, list[Any](tensors), options=OPTIONS))
+    return cast(Callable[..., Any], torch._inductor.compile(graph, list[Any](tensors), options=options))
 
 
 class CompiledRunner(EagerRunner):

@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from laneformer.config import LaneConfig
 from laneformer.infer.limits import PREFILL_CHUNK
 from laneformer.infer.request import Request, Token, check_request, check_tokens
-from laneformer.infer.sampling import draw
+from laneformer.infer.sampling import Sampling, draw
 from laneformer.schedule import Schedule
 
 
 class Runner(Protocol):
-    """Executes forward passes of one rank; position and cache are its own."""
+    """Executes forward passes of one rank; position and cache are its own. Logits may be on any device.
+
+    A runner that draws tokens itself also has `decode`, see Decoder.
+    """
 
     name: str
     config: LaneConfig
@@ -47,6 +51,18 @@ class Runner(Protocol):
         ...
 
 
+@runtime_checkable
+class Decoder(Protocol):
+    """A runner that draws on its device, and may be many tokens ahead of who asks for them."""
+
+    def decode(self, token: int, schedule: Schedule, sampling: Sampling, count: int) -> Iterator[int] | None:
+        """Takes `token`, then yields the `count` tokens that follow it, each drawn as `sampling.draw` would.
+
+        None for settings that it cannot draw by. Who leaves the iterator early resets the runner before using it again.
+        """
+        ...
+
+
 def generate(
     runner: Runner, request: Request, stopped: Callable[[int], bool] | None = None, chunk: int = PREFILL_CHUNK
 ) -> Iterator[Token]:
@@ -61,15 +77,14 @@ def generate(
     stop_ids = set() if request.ignore_end else {*config.eos_ids, *request.stop_ids}
     room = min(runner.capacity, config.max_position_embeddings)
     seen = list(request.prompt)
-    began = time.perf_counter()
     runner.reset()
+    began = time.perf_counter()
     runner.set_latency(request.link_latency_us * 1e-6)
     runner.take_waits()
     with torch.inference_mode():
-        logits_V = prefill(runner, request.prompt, schedule, chunk)
-        for count in range(1, request.max_tokens + 1):
+        limit = min(request.max_tokens, room - len(seen))
+        for count, token in enumerate(drawn(runner, request, schedule, seen, limit, chunk), 1):
             position = len(seen)
-            token = draw(logits_V.numpy(), request.sampling, position, seen)
             seen.append(token)
             finish = None
             if token in stop_ids:
@@ -83,7 +98,26 @@ def generate(
             yield Token(token, position, time.perf_counter() - began, *runner.take_waits(), finish)
             if finish:
                 return
-            logits_V = runner.step(token, schedule)
+
+
+def drawn(
+    runner: Runner, request: Request, schedule: Schedule, seen: list[int], limit: int, chunk: int
+) -> Iterator[int]:
+    """At most `limit` tokens one after another; `seen` must grow by each before the next is asked for."""
+    token = draw(host(prefill(runner, request.prompt, schedule, chunk)), request.sampling, len(seen), seen)
+    yield token
+    rest = runner.decode(token, schedule, request.sampling, limit - 1) if isinstance(runner, Decoder) else None
+    if rest is not None:
+        yield from rest
+        return
+    for _ in range(limit - 1):
+        token = draw(host(runner.step(token, schedule)), request.sampling, len(seen), seen)
+        yield token
+
+
+def host(logits: Tensor) -> np.ndarray:
+    """Logits as an array in this process's memory."""
+    return logits.cpu().numpy()
 
 
 def prefill(runner: Runner, prompt: Sequence[int], schedule: Schedule, chunk: int = PREFILL_CHUNK) -> Tensor:
@@ -98,12 +132,13 @@ def prefill(runner: Runner, prompt: Sequence[int], schedule: Schedule, chunk: in
 def all_logits(
     runner: Runner, tokens: Sequence[int], schedule: Schedule, prefill_count: int, chunk: int = PREFILL_CHUNK
 ) -> Tensor:
-    """Logits [S, V] at every position: the first `prefill_count` by prefill in chunks, the rest token by token."""
+    """Logits [S, V] at every position, on the CPU; the first `prefill_count` by prefill in chunks."""
     check_tokens(tokens, runner.config, min(runner.capacity, runner.config.max_position_embeddings))
     runner.reset()
     with torch.inference_mode():
         parts = [
-            runner.prefill(part, schedule, head="all") for part in torch.tensor(tokens[:prefill_count]).split(chunk)
+            runner.prefill(part, schedule, head="all").cpu()
+            for part in torch.tensor(tokens[:prefill_count]).split(chunk)
         ]
-        parts += [runner.step(token, schedule)[None] for token in tokens[prefill_count:]]
+        parts += [runner.step(token, schedule)[None].cpu() for token in tokens[prefill_count:]]
         return torch.cat(parts)

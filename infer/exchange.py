@@ -9,99 +9,27 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from laneformer.infer.mailbox import Mailbox, WaitTimeout
 from laneformer.infer.mailbox_exchange import MailboxExchange
+from laneformer.infer.rank_exchange import LocalExchange as LocalExchange
+from laneformer.infer.rank_exchange import RankExchange as RankExchange
+from laneformer.infer.rank_exchange import RowsAsTensors, ThroughHost
 from laneformer.infer.request import RequestError
 from laneformer.infer.shared_memory import WAITING_FOR, Progress, SharedBlock, Status, name_module
 from laneformer.infer.sum_tree import SumTree
-from laneformer.lanes import Exchange, InProcess
 
 
-class RankExchange(Exchange, Protocol):
-    """An exchange between ranks, as the engine drives it: measured, watched, and set to an emulated link."""
-
-    def at(self, module: int) -> None:
-        """Notes that this rank begins `module` (2N = the head)."""
-        ...
-
-    def take_waits(self) -> tuple[float, float]:
-        """Seconds waited since last asked: for module partials, and for the head's exchanges."""
-        ...
-
-    def set_latency(self, seconds: float) -> None:
-        """Makes every message readable only `seconds` after it was posted."""
-        ...
-
-    def post_rows(self, module: int, partial_LD: np.ndarray) -> None:
-        """`post` for one token's partials, float32 [L, D], or [D] of a single lane."""
-        ...
-
-    def land_rows(self, module: int) -> np.ndarray:
-        """`land` for one token, float32 [D]."""
-        ...
-
-    def sum_rows(self, x_LD: np.ndarray) -> np.ndarray:
-        """`sum_lanes` for one token, float32 [D]."""
-        ...
-
-    def gather_rows(self, x_LC: np.ndarray) -> np.ndarray:
-        """`gather_lanes` for one token, float32 [all lanes * C]."""
-        ...
-
-
-class RowsAsTensors:
-    """The calls for one token in terms of those for tensors, where speed does not hang on them."""
-
-    def post_rows(self: Any, module: int, partial_LD: np.ndarray) -> None:
-        """`post` for one token's partials, float32 [L, D], or [D] of a single lane."""
-        self.post(module, lanes_first(partial_LD))
-
-    def land_rows(self: Any, module: int) -> np.ndarray:
-        """`land` for one token, float32 [D]."""
-        return self.land(module).numpy()
-
-    def sum_rows(self: Any, x_LD: np.ndarray) -> np.ndarray:
-        """`sum_lanes` for one token, float32 [D]."""
-        return self.sum_lanes(lanes_first(x_LD)).numpy()
-
-    def gather_rows(self: Any, x_LC: np.ndarray) -> np.ndarray:
-        """`gather_lanes` for one token, float32 [all lanes * C]."""
-        return self.gather_lanes(lanes_first(x_LC)).flatten().numpy()
-
-
-def lanes_first(x_LD: np.ndarray) -> Tensor:
-    """A tensor [L, D] of rows [L, D], or of a single lane's [D]."""
-    return torch.from_numpy(np.atleast_2d(x_LD))
-
-
-class LocalExchange(RowsAsTensors, InProcess):
-    """One rank holds all lanes: nothing travels, nothing is waited for."""
-
-    def __init__(self, status: Status | None = None) -> None:
-        super().__init__()
-        self._progress = None if status is None else Progress(status, 0)
-
-    def at(self, module: int) -> None:
-        """Shows the parent process that there is progress, if one watches."""
-        if self._progress is not None:
-            self._progress.at(module)
-
-    def take_waits(self) -> tuple[float, float]:
-        """No time at all."""
-        return 0.0, 0.0
-
-    def set_latency(self, seconds: float) -> None:
-        """Refuses a latency: there is no link."""
-        if seconds:
-            raise RequestError("a link latency needs at least 2 ranks")
+def gather_call() -> Callable[..., dist.Work | None]:
+    """The collective that gathers tensors into one; newer releases of torch have another name for it."""
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class DistributedExchange(RowsAsTensors):
@@ -158,9 +86,7 @@ class DistributedExchange(RowsAsTensors):
 
     def _start(self, own_n: Tensor) -> tuple[dist.Work, Tensor]:
         gathered = own_n.new_empty(self.ranks, *own_n.shape)
-        # Newer releases of torch have another name for the same collective.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        work = gather(gathered.flatten(0, 1), own_n.contiguous(), async_op=True)
+        work = gather_call()(gathered.flatten(0, 1), own_n.contiguous(), async_op=True)
         assert work is not None
         return work, gathered
 
@@ -197,14 +123,100 @@ class DistributedExchange(RowsAsTensors):
         return next((r for r in others if self._status and self._status.waiting_for(r) is None), None)
 
 
-def new_exchange(spec: dict[str, Any], block: SharedBlock, status: Status) -> RankExchange:
-    """The exchange that a rank's settings ask for (see laneformer.infer.ranks)."""
-    rank, ranks, limit_s = spec["rank"], spec["ranks"], spec["limit_s"]
+def new_exchange(
+    spec: dict[str, Any], block: SharedBlock, status: Status, device: torch.device | None = None
+) -> RankExchange:
+    """The exchange that a rank's settings ask for (see laneformer.infer.ranks), for partials on `device`."""
+    rank, ranks, limit_s, kind = spec["rank"], spec["ranks"], spec["limit_s"], spec["exchange"]
     if ranks == 1:
         return LocalExchange(status)
-    if spec["exchange"] == "mailbox":
+    if kind == "mailbox":
         mailbox = Mailbox(block, status, rank, ranks, spec["slots"], spec["words"], limit_s)
-        return MailboxExchange(mailbox, spec["lanes"])
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(spec["exchange"], init_method=f"file://{spec['meeting']}", rank=rank, world_size=ranks)
-    return DistributedExchange(spec["lanes"], spec["modules"], limit_s, status)
+        exchange: RankExchange = MailboxExchange(mailbox, spec["lanes"])
+    else:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        join_group(kind, device, init_method=f"file://{spec['meeting']}", rank=rank, world_size=ranks)
+        exchange = DistributedExchange(spec["lanes"], spec["modules"], limit_s, status)
+    return exchange if kind == "nccl" or device is None or device.type == "cpu" else ThroughHost(exchange, device)
+
+
+def join_group(backend: str, device: torch.device | None, **how: Any) -> None:
+    """Makes this process one of a torch.distributed group; `nccl` is bound to its GPU, which it then uses at once."""
+    dist.init_process_group(backend, **how, device_id=device if backend == "nccl" else None)
+
+
+class StreamExchange:
+    """One token's partials through torch.distributed in stream order, so that a CUDA graph can hold it all.
+
+    The host never waits on a GPU. What lands comes as terms [n, D], the same on every rank, that add up to the sum over
+    all lanes; every rank sends one row, the sum over its lanes. A module that lands in its own step is all-reduced, by
+    peers reading each other's memory where the GPUs can; others are gathered beside the computation.
+    """
+
+    def __init__(self, largest: int, device: torch.device) -> None:
+        self.ranks, self.notes = dist.get_world_size(), list[str]()
+        self._under_way: dict[int, tuple[Tensor, Tensor, dist.Work | None]] = {}
+        self._symmetric = None if device.type == "cpu" else self._share(largest, device)
+
+    def _share(self, largest: int, device: torch.device) -> tuple[Tensor, str] | None:
+        """Memory of `largest` floats that every GPU can read in every other, if all ranks have it."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        found, why = None, "another rank cannot"
+        try:
+            buffer, group = symmetric.empty(largest, dtype=torch.float32, device=device), dist.group.WORLD
+            assert group is not None
+            symmetric.rendezvous(buffer, group)
+            found = buffer, str(group.group_name)
+        except (RuntimeError, NotImplementedError, AttributeError) as error:
+            why = str(error).strip().splitlines()[0]
+        if self.agreed(found is not None, device):
+            return found
+        self.notes.append(f"sums over ranks go through NCCL, for the GPUs cannot read each other's memory: {why}")
+        return None
+
+    def agreed(self, fine: bool, device: torch.device) -> bool:
+        """Whether all ranks are `fine`; waits for all of them."""
+        votes = torch.tensor(float(fine), device=device)
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+        return bool(votes.item())
+
+    def sum_terms(self, x_LD: Tensor) -> Tensor:
+        """The sum over all lanes, at once, as [1, D]."""
+        own_1D = x_LD.sum(0, keepdim=True)
+        if self._symmetric is None:
+            dist.all_reduce(own_1D)
+            return own_1D
+        buffer, group = self._symmetric
+        shared_1D = buffer[: own_1D.numel()].view_as(own_1D)
+        shared_1D.copy_(own_1D)
+        # Every rank reads the buffers in the same order; none returns before all have read.
+        return torch.ops.symm_mem.one_shot_all_reduce(shared_1D, "sum", group)
+
+    def post(self, module: int, partial_LD: Tensor, at_once: bool) -> None:
+        """Sends this rank's sum; `at_once` if the same step lands it."""
+        if at_once:
+            self._under_way[module] = partial_LD, self.sum_terms(partial_LD), None
+            return
+        own_1D = partial_LD.sum(0, keepdim=True)
+        # What is sent is kept until it lands: its memory must not be used again before.
+        self._under_way[module] = (own_1D, *self._gather(own_1D))
+
+    def terms(self, module: int) -> Tensor:
+        """The terms of `module`, [1 or ranks, D]; what follows on this stream waits for them."""
+        _, terms, work = self._under_way.pop(module)
+        if work is not None:
+            work.wait()
+        return terms
+
+    def gather(self, x_LC: Tensor) -> Tensor:
+        """x of all lanes in lane order, [all lanes, C]."""
+        gathered, work = self._gather(x_LC.contiguous())
+        work.wait()
+        return gathered
+
+    def _gather(self, x_LC: Tensor) -> tuple[Tensor, dist.Work]:
+        gathered = x_LC.new_empty(self.ranks * x_LC.shape[0], x_LC.shape[1])
+        work = gather_call()(gathered, x_LC, async_op=True)
+        assert work is not None
+        return gathered, work

@@ -39,17 +39,22 @@ class Forward:
     def __init__(self, weights: RankWeights, exchange: RankExchange, capacity: int) -> None:
         config = weights.config
         self.config, self.weights, self.exchange = config, weights, exchange
-        self.cache = KVCache(config, capacity, 1, len(weights.lanes), weights.dtype)
+        self.device = weights.device
+        self.cache = KVCache(config, capacity, 1, len(weights.lanes), weights.dtype, self.device)
         self.modules = 2 * config.num_hidden_layers
-        cos, sin = turns(config, torch.arange(capacity)[None], torch.float32)
+        cos, sin = turns(config, torch.arange(capacity, device=self.device)[None], torch.float32)
         self.cos_TE, self.sin_TE = cos[0, 0, 0], sin[0, 0, 0]
 
     def streams(self, tokens_S: Tensor, schedule: Schedule) -> Tensor:
         """The lanes' streams [L, S, D] after all modules for new tokens; the cache takes their positions."""
         count, start = len(tokens_S), self.cache.length
         self.cache.room_for(count)
-        x_LSD = F.embedding(tokens_S, self.weights.embedding_VD).float().expand(len(self.weights.lanes), count, -1)
-        query_S = torch.arange(start, start + count)
+        x_LSD = (
+            F.embedding(tokens_S.to(self.device), self.weights.embedding_VD)
+            .float()
+            .expand(len(self.weights.lanes), count, -1)
+        )
+        query_S = torch.arange(start, start + count, device=self.device)
         rope = self.cos_TE[start : start + count], self.sin_TE[start : start + count]
         masks: dict[int | None, Tensor] = {}
 

@@ -1,4 +1,4 @@
-"""Numbers that the parent process and the ranks must agree on."""
+"""Numbers and names that the parent process and the ranks must agree on."""
 
 from __future__ import annotations
 
@@ -6,3 +6,5 @@ from __future__ import annotations
 PREFILL_CHUNK = 64
 # Seconds a rank may wait for another, or make no progress, before the run is ended.
 WAIT_LIMIT_S = 3.5
+# How forward passes can be executed.
+RUNNERS = ("eager", "compiled", "graph")

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from laneformer.config import LaneConfig
-from laneformer.infer.limits import PREFILL_CHUNK, WAIT_LIMIT_S
+from laneformer.infer.device import EXCHANGES, check_device, may_use_gpu
+from laneformer.infer.limits import PREFILL_CHUNK, RUNNERS, WAIT_LIMIT_S
 from laneformer.infer.mailbox import generations, mailbox_bytes
-from laneformer.infer.shared_memory import BUSY, SharedBlock, Status
+from laneformer.infer.shared_memory import SharedBlock, Status
 from laneformer.infer.sum_tree import SumTree
+from laneformer.infer.watch import Watch
 from laneformer.schedule import Schedule
 
-RUNNERS = ("eager", "compiled")
-EXCHANGES = ("mailbox", "gloo")
 START_LIMIT_S = 600.0
 POLL_S = 0.1
 LAST_WORDS_S = 0.3
@@ -49,19 +49,21 @@ class RankSettings:
     """What a group of ranks runs: R processes over a checkpoint folder, one runner and exchange, `capacity` positions.
 
     schedules: text forms of all that will be asked for. threads: per rank; cores shared equally by default. dtype:
-    None for the checkpoint's own. wait_limit_s: the longest a rank may wait for another or make no progress.
+    None for the checkpoint's own. wait_limit_s: the longest a rank may wait for another or make no progress. exchange:
+    by default `nccl` for a GPU a rank, else `mailbox`. device: `auto` is a GPU where torch sees one.
     """
 
     folder: str
     ranks: int = 1
     schedules: tuple[str, ...] = ("checkpoint",)
     runner: str = "eager"
-    exchange: str = "mailbox"
+    exchange: str = "auto"
     dtype: str | None = None
     capacity: int = 512
     threads: int | None = None
     wait_limit_s: float = WAIT_LIMIT_S
     fault: dict[str, Any] | None = None
+    device: str = "auto"
 
 
 class RankGroup:
@@ -73,6 +75,7 @@ class RankGroup:
             raise ValueError(f"no exchange {settings.exchange!r}; there are {', '.join(EXCHANGES)}")
         if settings.runner not in RUNNERS:
             raise ValueError(f"no runner {settings.runner!r}; there are {', '.join(RUNNERS)}")
+        check_device(settings.device)
         tree = SumTree.over(config.num_lanes, settings.ranks)
         schedules = [Schedule.parse(text, config) for text in settings.schedules]
         slots = generations(max(schedule.max_outstanding for schedule in schedules))
@@ -94,7 +97,7 @@ class RankGroup:
             "modules": modules, "block_fd": self._block.fd, "block_size": size, "slots": slots, "words": words,
             "runner": settings.runner, "exchange": settings.exchange, "dtype": settings.dtype,
             "capacity": settings.capacity, "limit_s": settings.wait_limit_s, "fault": settings.fault,
-            "parent": os.getpid(),
+            "parent": os.getpid(), "device": settings.device, "schedules": settings.schedules,
         }  # fmt: skip
 
     def __enter__(self) -> RankGroup:
@@ -116,7 +119,8 @@ class RankGroup:
         pin = bool(available) and threads * self.ranks == cores
         # Only torch.distributed meets at a file; the mailbox leaves nothing even when this process is killed.
         meeting = ""
-        if self.settings.exchange != "mailbox":
+        exchange = self.settings.exchange
+        if exchange in ("gloo", "nccl") or (exchange == "auto" and may_use_gpu(self.settings.device)):
             meeting = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="laneformer-"))
         environment = os.environ | {
             "OMP_NUM_THREADS": str(threads),
@@ -208,7 +212,7 @@ class RankGroup:
             self._look_for_cause(rank)
         if message["kind"] == "WaitTimeout" and message["peer"] is not None:
             self._fail(message["peer"], f"stalled: {message['text']}")
-        if message["kind"] in ("CheckpointError", "ConfigError", "RequestError", "TextError"):
+        if message["kind"] in ("CheckpointError", "ConfigError", "RequestError", "TextError", "DeviceError"):
             self.close(at_once=True)
             raise ValueError(message["text"])
         self._fail(rank, f"raised {message['kind']}: {message['text']}")
@@ -263,24 +267,3 @@ class RankGroup:
             connection.close()
         self._processes, self._connections = [], []
         self._resources.close()
-
-
-class Watch:
-    """Notices a busy rank whose progress has stopped although it waits for nobody."""
-
-    def __init__(self, status: Status, ranks: int, limit_s: float) -> None:
-        self.status, self.ranks, self.limit_s = status, ranks, limit_s
-        self._seen = [(-1, 0.0)] * ranks
-
-    def stalled(self) -> int | None:
-        """The rank that has stalled, if one has; preferably one that waits for nobody."""
-        now = time.monotonic()
-        late = []
-        for rank in range(self.ranks):
-            progress = self.status.progress(rank)
-            if self.status.stage(rank) != BUSY or progress != self._seen[rank][0]:
-                self._seen[rank] = (progress, now)
-            elif now - self._seen[rank][1] > self.limit_s:
-                late.append(rank)
-        causes = [rank for rank in late if self.status.waiting_for(rank) is None]
-        return (causes or late or [None])[0]

@@ -1,4 +1,4 @@
-"""How forward passes are executed: `eager`, one torch call after another, or `compiled`, with torch.compile's kernels.
+"""How forward passes are executed: `eager`, call by call; `compiled`, with torch.compile's kernels; `graph`, replayed.
 
 Shape suffixes: S positions, V vocabulary.
 """
@@ -6,6 +6,7 @@ Shape suffixes: S positions, V vocabulary.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from laneformer.infer.exchange import RankExchange
 from laneformer.infer.forward import Forward
-from laneformer.infer.ranks import RUNNERS
+from laneformer.infer.limits import RUNNERS
 from laneformer.infer.request import RequestError
 from laneformer.infer.weights import RankWeights
 from laneformer.schedule import Schedule
@@ -53,18 +54,52 @@ class EagerRunner:
         self.exchange.set_latency(seconds)
 
 
-def make_runner(name: str, weights: RankWeights, exchange: RankExchange, capacity: int) -> EagerRunner:
-    """The runner called `name`; `compiled` falls back to `eager`, with one warning, where nothing can be compiled."""
-    if name == "eager":
-        return EagerRunner(weights, exchange, capacity)
-    if name != "compiled":
+def make_runner(
+    name: str, weights: RankWeights, exchange: RankExchange, capacity: int, schedules: Sequence[Schedule] = ()
+) -> EagerRunner:
+    """The runner called `name`, made ready for `schedules`.
+
+    Where that runner cannot be had another stands in for it, with one warning: `eager` for `compiled` without a
+    compiler, `graph` for `compiled` on a GPU, `eager` for `graph` where nothing can be captured.
+    """
+    if name not in RUNNERS:
         raise RequestError(f"no runner {name!r}; there are {', '.join(RUNNERS)}")
+    if name == "compiled" and weights.device.type != "cpu":
+        warnings.warn("the compiled runner is for CPUs; decoding with the graph runner", stacklevel=2)
+        name = "graph"
+    if name == "graph":
+        runner, notes = graph_runner(weights, exchange, capacity, schedules)
+    elif name == "compiled":
+        runner, notes = compiled_runner(weights, exchange, capacity)
+    else:
+        runner, notes = EagerRunner(weights, exchange, capacity), []
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+    return runner
+
+
+def compiled_runner(weights: RankWeights, exchange: RankExchange, capacity: int) -> tuple[EagerRunner, list[str]]:
+    """The compiled runner, or the eager one and why."""
     # Importing the compiler takes as long as importing torch, so only who compiles pays for it.
     from laneformer.infer.compiled import COMPILER_ERRORS, CompiledRunner
 
     try:
-        return CompiledRunner(weights, exchange, capacity)
+        return CompiledRunner(weights, exchange, capacity), []
     except COMPILER_ERRORS as error:
         reason = str(error).strip().splitlines()[0]
-        warnings.warn(f"decoding with the eager runner, because nothing can be compiled here: {reason}", stacklevel=2)
-        return EagerRunner(weights, exchange, capacity)
+    note = f"decoding with the eager runner, because nothing can be compiled here: {reason}"
+    return EagerRunner(weights, exchange, capacity), [note]
+
+
+def graph_runner(
+    weights: RankWeights, exchange: RankExchange, capacity: int, schedules: Sequence[Schedule]
+) -> tuple[EagerRunner, list[str]]:
+    """The graph runner and what it has to say, or the eager one and why."""
+    from laneformer.infer.graph import CaptureError, GraphRunner
+
+    try:
+        runner = GraphRunner(weights, exchange, capacity, schedules)
+        return runner, runner.notes
+    except CaptureError as error:
+        note = f"decoding with the eager runner, because a decode step cannot be captured here: {error}"
+    return EagerRunner(weights, exchange, capacity), [note]

@@ -49,8 +49,18 @@ class Session:
 
     @property
     def runner(self) -> str:
-        """The runner that runs, which is `eager` where `compiled` could not be had."""
+        """The runner that runs, which is another one where the one asked for could not be had."""
         return self._group.ready[0]["runner"]
+
+    @property
+    def devices(self) -> list[str]:
+        """What each rank computes on: `cpu`, or a GPU's name."""
+        return [ready["device"] for ready in self._group.ready]
+
+    @property
+    def exchange(self) -> str:
+        """How partials travel: `mailbox`, `gloo` or `nccl`; `none` within a single rank."""
+        return self._group.ready[0]["exchange"]
 
     @property
     def notes(self) -> list[str]:
@@ -114,7 +124,7 @@ class Session:
         return np.frombuffer(raw, np.float32).reshape(message["shape"])
 
     def read_seconds(self, rounds: int = 1) -> list[float]:
-        """Seconds to only read the streamed weights, all ranks at once; the slowest rank of each round."""
+        """Seconds to only read as many bytes as the streamed weights have, all ranks at once; each round's slowest."""
         answers = [message["seconds"] for _, message, _ in self._group.call("read", rounds=rounds)]
         return [max(seconds) for seconds in zip(*answers, strict=True)]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from laneformer.config import LaneConfig
 from laneformer.infer.ranks import RankSettings
@@ -26,10 +27,12 @@ class TorchrunSession:
         import torch
         import torch.distributed as dist
 
-        from laneformer.infer.exchange import DistributedExchange
+        from laneformer.infer.device import memory_errors, place, take
+        from laneformer.infer.exchange import DistributedExchange, ThroughHost, join_group
         from laneformer.infer.runners import make_runner
         from laneformer.infer.sum_tree import SumTree
         from laneformer.infer.weights import RankWeights
+        from laneformer.schedule import Schedule
 
         self.config, self.settings = LaneConfig.from_pretrained(settings.folder), settings
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -38,17 +41,26 @@ class TorchrunSession:
             raise RequestError(f"--ranks is {settings.ranks} but torchrun started {self.ranks}; leave --ranks out")
         SumTree.over(self.config.num_lanes, self.ranks)
         torch.set_num_threads(settings.threads or 1)
+        here = place(settings.device, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+        take(here)
         # A mailbox is memory that one parent process shares out; torchrun's ranks have none.
-        dist.init_process_group("gloo")
+        backend = here.exchange(settings.exchange).replace("mailbox", "gloo")
+        join_group(backend, here.device)
         share = self.config.num_lanes // self.ranks
         lanes = range(self.rank * share, (self.rank + 1) * share)
         dtype = getattr(torch, settings.dtype) if settings.dtype else None
-        weights = RankWeights.load(settings.folder, list(lanes), dtype)
-        exchange = DistributedExchange(self.config.num_lanes, 2 * self.config.num_hidden_layers, settings.wait_limit_s)
+        with memory_errors(here, "the weights of this rank"):
+            weights = RankWeights.load(settings.folder, list(lanes), dtype, here.device)
+        modules = 2 * self.config.num_hidden_layers
+        exchange: Any = DistributedExchange(self.config.num_lanes, modules, settings.wait_limit_s)
+        if here.kind == "cuda" and backend == "gloo":
+            exchange = ThroughHost(exchange, here.device)
+        schedules = [Schedule.parse(text, self.config) for text in settings.schedules]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
-            self._runner = make_runner(settings.runner, weights, exchange, settings.capacity)
-        self.notes = [str(w.message) for w in caught if "eager runner" in str(w.message)] if self.speaks else []
+            self._runner = make_runner(settings.runner, weights, exchange, settings.capacity, schedules)
+        own = [str(w.message) for w in caught if w.filename == __file__]
+        self.notes = here.notes(backend) + own if self.speaks else []
         self.runner = self._runner.name
         # Compiling takes each rank its own time; waits are bounded only once all are ready.
         dist.barrier()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +57,11 @@ class RankWeights:
         return self.embedding_VD.dtype
 
     @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.embedding_VD.device
+
+    @property
     def num_bytes(self) -> int:
         """Bytes held by this rank, shared storage counted once."""
         tensors = [self.embedding_VD, self.norm_LD, *self.head_L]
@@ -73,23 +78,34 @@ class RankWeights:
 
     @classmethod
     def load(
-        cls, folder: str | os.PathLike, lanes: Sequence[int] | None = None, dtype: torch.dtype | None = None
+        cls,
+        folder: str | os.PathLike,
+        lanes: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
     ) -> RankWeights:
-        """Reads only the bytes of `lanes` from a checkpoint folder, one layer at a time, straight into packed form."""
+        """Reads only the bytes of `lanes` from a checkpoint folder, one layer at a time, straight into packed form.
+
+        On a GPU the lanes of an output matrix lie column beside column, so that they are also one matrix of all lanes.
+        """
+        device = torch.device(device)
         checkpoint = Checkpoint(folder)
         config = checkpoint.config
         held = check_lanes(config, lanes)
         dtype = dtype or checkpoint.dtype
-        embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
+        embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         embedding.copy_(checkpoint.tensor(EMBEDDING))
         # The largest tensors come first: while one is copied, its bytes are resident twice.
         head = tuple(_load_head(checkpoint, lane, dtype, embedding) for lane in held)
+        if device.type != "cpu" and not config.tie_word_embeddings:
+            head = torch.stack(head).unbind(0)
+        packing = Packing(config, len(held), dtype, device)
         layers = tuple(
-            _pack_layer(lambda name, i=i: checkpoint.tensor(f"model.layers.{i}.{name}", held), config, len(held), dtype)
+            packing.layer(lambda name, i=i: checkpoint.tensor(f"model.layers.{i}.{name}", held))
             for i in range(config.num_hidden_layers)
         )
         final = "model.norm.weight" if config.replicated_rmsn_scale or config.pre_norm_lane_agg else "model.norm.scale"
-        norm = _per_lane(checkpoint.tensor(final, held).to(dtype, copy=True), len(held))
+        norm = _per_lane(checkpoint.tensor(final, held).to(device, dtype, copy=True), len(held))
         return cls(config, held, embedding, layers, norm, head)
 
     @classmethod
@@ -98,9 +114,9 @@ class RankWeights:
         config = model.config
         state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         embedding = state[EMBEDDING]
+        packing = Packing(config, config.num_lanes, embedding.dtype, embedding.device)
         layers = tuple(
-            _pack_layer(lambda name, i=i: state[f"model.layers.{i}.{name}"], config, config.num_lanes, embedding.dtype)
-            for i in range(config.num_hidden_layers)
+            packing.layer(lambda name, i=i: state[f"model.layers.{i}.{name}"]) for i in range(config.num_hidden_layers)
         )
         norm = state["model.norm.weight"] if "model.norm.weight" in state else state["model.norm.scale"]
         every = state.get("lm_head.linear.weight", state.get(HEAD, embedding))
@@ -108,40 +124,59 @@ class RankWeights:
         return cls(config, model.lanes, embedding, layers, _per_lane(norm, config.num_lanes), head)
 
 
-def _pack_layer(read: Callable[[str], Tensor], config: LaneConfig, lanes: int, dtype: torch.dtype) -> LayerWeights:
-    """A layer's packed weights; `read` gives a tensor by its name within the layer, let go once copied."""
+@dataclass(frozen=True)
+class Packing:
+    """How a layer's weights are packed: of `lanes` lanes, in one type, on one device."""
 
-    def copy(name: str) -> Tensor:
-        return read(name).to(dtype, copy=True)
+    config: LaneConfig
+    lanes: int
+    dtype: torch.dtype
+    device: torch.device
 
-    def fuse(*names: str, rows: int, columns: int) -> Tensor:
-        fused, start = empty_lanes((lanes, rows, columns), dtype), 0
-        for name in names:
-            tensor = read(name)
+    def layer(self, read: Callable[[str], Tensor]) -> LayerWeights:
+        """A layer's packed weights; `read` gives a tensor by its name within the layer, let go once copied."""
+        config, lanes = self.config, self.lanes
+
+        def copy(name: str) -> Tensor:
+            return read(name).to(self.device, self.dtype, copy=True)
+
+        kind = "weight" if config.replicated_rmsn_scale else "scale"
+        hidden, units = config.hidden_size, config.intermediate_size // config.num_lanes
+        heads = config.num_attention_heads * config.head_size // config.num_lanes
+        kv_rows = config.kv_heads * config.head_size // config.num_lanes
+        qkv = (read(f"attention.w{n}.weight") for n in "qkv")
+        gate_up = (read(f"feed_forward.w{n}.weight") for n in "13")
+        return LayerWeights(
+            attention_norm_LD=_per_lane(copy(f"attention_norm.{kind}"), lanes),
+            qkv_LOI=self.fuse(qkv, heads + 2 * kv_rows, hidden),
+            out_LOI=self.output(read("attention.wo.weight"), hidden, heads),
+            ffn_norm_LD=_per_lane(copy(f"ffn_norm.{kind}"), lanes),
+            gate_up_LOI=self.fuse(gate_up, 2 * units, hidden),
+            down_LOI=self.output(read("feed_forward.w2.weight"), hidden, units),
+            q_norm_E=copy("attention.q_norm.weight") if config.head_norms else None,
+            k_norm_E=copy("attention.k_norm.weight") if config.head_norms else None,
+        )
+
+    def fuse(self, tensors: Iterable[Tensor], rows: int, columns: int) -> Tensor:
+        """The rows of each tensor below those of the last, lane by lane: [L, rows, columns]."""
+        fused, start = empty_lanes((self.lanes, rows, columns), self.dtype, self.device), 0
+        for tensor in tensors:
             fused[:, start : start + tensor.shape[1]].copy_(tensor)
             start += tensor.shape[1]
         return fused
 
-    kind = "weight" if config.replicated_rmsn_scale else "scale"
-    hidden, units = config.hidden_size, config.intermediate_size // config.num_lanes
-    heads = config.num_attention_heads * config.head_size // config.num_lanes
-    kv_rows = config.kv_heads * config.head_size // config.num_lanes
-    return LayerWeights(
-        attention_norm_LD=_per_lane(copy(f"attention_norm.{kind}"), lanes),
-        qkv_LOI=fuse(*(f"attention.w{n}.weight" for n in "qkv"), rows=heads + 2 * kv_rows, columns=hidden),
-        out_LOI=fuse("attention.wo.weight", rows=hidden, columns=heads),
-        ffn_norm_LD=_per_lane(copy(f"ffn_norm.{kind}"), lanes),
-        gate_up_LOI=fuse("feed_forward.w1.weight", "feed_forward.w3.weight", rows=2 * units, columns=hidden),
-        down_LOI=fuse("feed_forward.w2.weight", rows=hidden, columns=units),
-        q_norm_E=copy("attention.q_norm.weight") if config.head_norms else None,
-        k_norm_E=copy("attention.k_norm.weight") if config.head_norms else None,
-    )
+    def output(self, tensor_LOI: Tensor, rows: int, columns: int) -> Tensor:
+        """An output matrix of every lane: apart from each other on a CPU, column beside column on a GPU."""
+        if self.device.type == "cpu":
+            return self.fuse([tensor_LOI], rows, columns)
+        beside_OLI = torch.empty(rows, self.lanes, columns, dtype=self.dtype, device=self.device)
+        return beside_OLI.transpose(0, 1).copy_(tensor_LOI)
 
 
-def empty_lanes(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def empty_lanes(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """An empty [L, ...] whose lanes each start at a multiple of ALIGNMENT bytes, whatever the sizes."""
     lanes, size, step = shape[0], math.prod(shape[1:]), ALIGNMENT // dtype.itemsize
-    return torch.empty(lanes, -(-size // step) * step, dtype=dtype)[:, :size].view(*shape)
+    return torch.empty(lanes, -(-size // step) * step, dtype=dtype, device=device)[:, :size].view(*shape)
 
 
 def aligned_lanes(x_L: Tensor) -> Tensor:
@@ -178,7 +213,7 @@ def _load_head(checkpoint: Checkpoint, lane: int, dtype: torch.dtype, embedding_
     else:
         share = lane_share(config)
         part = checkpoint.tensor(HEAD, rows=slice(lane * share, min((lane + 1) * share, config.vocab_size)))
-    return _filled(torch.empty(part.shape, dtype=dtype).copy_(part), config)
+    return _filled(torch.empty(part.shape, dtype=dtype, device=embedding_VD.device).copy_(part), config)
 
 
 def _head_slice(every: Tensor, config: LaneConfig, lane: int) -> Tensor:

@@ -71,7 +71,7 @@ class Worker:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             self.runner = self._build(block)
-        notes = [str(w.message) for w in caught if w.filename == __file__]
+        notes = self.place.notes(self.exchange_name) + [str(w.message) for w in caught if w.filename == __file__]
         self.row[STAGE] = IDLE
         self.send(
             event="ready",
@@ -80,28 +80,39 @@ class Worker:
             weight_bytes=self.runner.forward.weights.num_bytes,
             streamed_bytes=self.runner.forward.weights.streamed_bytes,
             loading_bytes=self.loading_bytes,
+            device=self.place.name,
+            exchange=self.exchange_name,
         )
 
     def _build(self, block: SharedBlock) -> EagerRunner:
         import torch
 
+        from laneformer.infer.device import memory_errors, place, take
         from laneformer.infer.exchange import new_exchange
         from laneformer.infer.faults import Fault, plant
         from laneformer.infer.runners import make_runner
         from laneformer.infer.weights import RankWeights
+        from laneformer.schedule import Schedule
 
         spec = self.spec
         torch.set_num_threads(spec["threads"])
+        self.place = place(spec["device"], self.rank, spec["ranks"])
+        self.exchange_name = spec["exchange"] = self.place.exchange(spec["exchange"]) if spec["ranks"] > 1 else "none"
+        take(self.place)
+        device = self.place.device
         share = spec["lanes"] // spec["ranks"]
         lanes = range(self.rank * share, (self.rank + 1) * share)
         dtype = getattr(torch, spec["dtype"]) if spec["dtype"] else None
         before = peak_memory()
-        weights = RankWeights.load(spec["folder"], list(lanes), dtype)
+        with memory_errors(self.place, "the weights of this rank"):
+            weights = RankWeights.load(spec["folder"], list(lanes), dtype, device)
         self.loading_bytes = peak_memory() - before
-        exchange = new_exchange(spec, block, self.status)
+        exchange = new_exchange(spec, block, self.status, device)
         if spec["fault"] and spec["fault"]["rank"] == self.rank:
             plant(exchange, Fault(**spec["fault"]))
-        return make_runner(spec["runner"], weights, exchange, spec["capacity"])
+        schedules = tuple(dict.fromkeys(Schedule.parse(text, weights.config) for text in spec["schedules"]))
+        with memory_errors(self.place, f"the cache of {spec['capacity']} positions and a decode step"):
+            return make_runner(spec["runner"], weights, exchange, spec["capacity"], schedules)
 
     def send(self, **message: Any) -> None:
         """One JSON message to the parent."""

@@ -22,6 +22,7 @@ class StandIn:
     def __init__(self, settings):
         self.settings, self.ranks, self.runner, self.notes = settings, settings.ranks, settings.runner, ["a note"]
         self.weight_bytes, self.streamed_bytes, self.loading_bytes = [70], [1000] * settings.ranks, [80]
+        self.devices, self.exchange = ["cpu"] * settings.ranks, "mailbox"
         self.asked = []
         self.opened.append(self)
 

@@ -137,6 +137,7 @@ def mistakes():
         ((*good, "1", "--schedule", "delay"), "no schedule 'delay'; the forms are"),
         ((*good, "1", "--schedule", "delayed:11"), "a delay counts modules, 0..10 for 5 layers, got 11"),
         ((*good, "1", "--runner", "fast"), "no runner 'fast'"),
+        ((*good, "1", "--device", "gpu"), "no device 'gpu'"),
         ((*good, "1", "--exchange", "mpi"), "no exchange 'mpi'"),
         ((*good, "1", "--dtype", "int8"), "no dtype 'int8'; there are float32, float16, bfloat16"),
         ((*good, "1", "--temperature", "-1"), "temperature must be 0 (greedy) or above, got -1.0"),

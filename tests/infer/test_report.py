@@ -43,7 +43,7 @@ MEASURED = {
 @pytest.fixture
 def finished(checkpoint):
     """A finished comparison as `document` takes it."""
-    session = SimpleNamespace(weight_bytes=[5, 6], loading_bytes=[7, 8])
+    session = SimpleNamespace(weight_bytes=[5, 6], loading_bytes=[7, 8], devices=["cpu"] * 2, exchange="mailbox")
     return SimpleNamespace(
         settings=BenchSettings("/some/where/model", schedules=("tensor-parallel", "silent"), rounds=3, prompt_tokens=5),
         config=LaneConfig.from_pretrained(checkpoint()), capacity=64, samples=dict(MEASURED), dtype="float32",

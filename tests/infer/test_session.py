@@ -178,7 +178,7 @@ def test_ranks_say_what_they_hold_and_how_fast_they_can_read_it(two_ranks):
 
 @pytest.mark.parametrize(("changes", "text"), [
     ({"ranks": 3}, "8 lanes cannot be shared equally by 3 ranks; ranks may be"),
-    ({"exchange": "mpi"}, "no exchange 'mpi'; there are mailbox, gloo"),
+    ({"exchange": "mpi"}, "no exchange 'mpi'; there are auto, mailbox, gloo, nccl"),
     ({"schedules": ("delayed:9",)}, "a delay counts modules, 0..6 for 3 layers, got 9"),
     ({"runner": "fast"}, "no runner 'fast'; there are eager, compiled"),
 ])  # fmt: skip
