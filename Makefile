@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test test-slow lint types bench clean help
+.PHONY: setup demo test test-slow test-triton lint types bench clean help
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s:
@@ -25,6 +25,9 @@ test: setup lint types  ## lint, types and the whole fast suite, under 10 minute
 
 test-slow: setup  ## what takes minutes
 	$(BIN)/python -m pytest -m slow
+
+test-triton: setup  ## compiled-code checks with triton 3.6 and 3.9, in folders of their own under out/triton
+	$(BIN)/python experiments/005_compiled_code/other_versions.py out/triton
 
 lint: setup  ## ruff
 	$(BIN)/ruff check .

@@ -176,7 +176,7 @@ class RankMemory:
         self.peers[self.rank].clear()
 
 
-def constants(plan: Plan, weights: Weights, keep_logits: bool = False) -> dict[str, Any]:
+def constants(plan: Plan, weights: Weights, keep_logits: bool = False, amd: bool = False) -> dict[str, Any]:
     """The compile-time arguments of kernels/decode.py."""
     config, tiles, lanes = plan.config, plan.tiles, plan.lanes
     first = weights.layers[0]
@@ -204,6 +204,7 @@ def constants(plan: Plan, weights: Weights, keep_logits: bool = False) -> dict[s
         "LOG_LS": logit.bit_length() - 1, "LVALID": plan.valid_slots if logit == slots else (1 << logit) - 1,
         "KIND": head_kind(plan), "HEAD_NORMS": config.head_norms, "WEIGHT": TYPES[weights.embedding_VD.dtype],
         "KEEP": keep_logits, "SCOPE": "sys" if plan.ranks > 1 else "gpu",
+        "AMD": amd,
     }  # fmt: skip
 
 

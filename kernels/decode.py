@@ -22,7 +22,7 @@ PHASES = ("qkv", "attention", "output", "gate/up", "down", "final", "head", "dra
 @triton.jit
 def post_control(me, number, R: tl.constexpr):
     """Rank 0 tells every rank whether the host has cancelled, for token `number`, which all then act upon alike."""
-    cancel = tl.load(pointer(me, mem.CANCEL, tl.int32), volatile=True)
+    cancel = tl.atomic_add(pointer(me, mem.CANCEL, tl.int32), 0, sem="acquire", scope="sys")
     controls = pointer(me, mem.CONTROLS, tl.int64)
     for r in range(R):
         p_control = tl.load(controls + r).to(tl.pointer_type(tl.int32))
@@ -70,7 +70,7 @@ def decode(
     LS: tl.constexpr, LOG_LS: tl.constexpr, LVALID: tl.constexpr, KIND: tl.constexpr, HEAD_NORMS: tl.constexpr,
     WEIGHT: tl.constexpr, QKV_LANE: tl.constexpr, OUT_LANE: tl.constexpr, UNITS_LANE: tl.constexpr,
     DOWN_LANE: tl.constexpr, NORM_LANE: tl.constexpr, FINAL_LANE: tl.constexpr, KEEP: tl.constexpr,
-    SCOPE: tl.constexpr,
+    SCOPE: tl.constexpr, AMD: tl.constexpr,
 ):  # fmt: skip
     """Decodes up to TOKENS_TO_DECODE tokens after FIRST_TOKEN; grid (ranks on this device * P,).
 
@@ -111,7 +111,7 @@ def decode(
         parity = ((decoded_before + t) % 2).to(tl.int32)
         place = t << 16
         p_cos, p_sin = cos + position * (E // 2), sin + position * (E // 2)
-        embed_phase(me, token, p, P, LR, LP, D, BR_ROWS, WEIGHT, SCOPE)
+        embed_phase(me, token, p, P, LR, LP, D, BR_ROWS, WEIGHT, SCOPE, AMD)
         stream += P
         if (rank == 0) & (p == 0):
             post_control(me, number, R)
@@ -120,31 +120,32 @@ def decode(
             here = place + (2 * index << 4)
             counted += qkv_phase(
                 me, layer, stream, rank, p, here, limit, eps, R, P, LR, D, ROWS, BR_QKV, BK_QKV, WEIGHT,
-                QKV_LANE, NORM_LANE, SCOPE,
+                QKV_LANE, NORM_LANE, SCOPE, AMD,
             )  # fmt: skip
             qkv += QKV_PROGRAMS
             polls, blocks = attention_phase(
                 me, layer, position, p_cos, p_sin, qkv, rank, p, here + 1, limit, eps,
-                R, P, LR, H, KV, E, EP, EC, GP, BT, NB, WEIGHT, HEAD_NORMS, SCOPE,
+                R, P, LR, H, KV, E, EP, EC, GP, BT, NB, WEIGHT, HEAD_NORMS, SCOPE, AMD,
             )  # fmt: skip
             counted += polls
             attended += tl.minimum(LR * KV * blocks, P)
             polls, waited = rows_phase(
                 me, pointer(layer, mem.OUT_WEIGHT, WEIGHT), 2 * index, schedule, own, message_base,
                 lane_slot, slot_lane, blocks, attended, rank, p, here + 2, limit, R, P, LR, LP, LOG_LP, NODES,
-                S, LOG_S, VALID, GENERATIONS, ROW, D, H * E, BR_ROWS, BK_OUT, OUT_LANE, True, H, E, NB, NBP, SCOPE,
+                S, LOG_S, VALID, GENERATIONS, ROW, D, H * E, BR_ROWS, BK_OUT, OUT_LANE, True, H, E, NB, NBP,
+                SCOPE, AMD,
             )  # fmt: skip
             counted += polls
             landed += waited
             middle += ROW_PROGRAMS
             here += 16
             counted += units_phase(me, layer, middle, rank, p, here + 3, limit, eps, R, P, LR, D, F, BR_UNITS, BK_UNITS,
-                                   WEIGHT, UNITS_LANE, NORM_LANE, SCOPE)  # fmt: skip
+                                   WEIGHT, UNITS_LANE, NORM_LANE, SCOPE, AMD)  # fmt: skip
             units += UNIT_PROGRAMS
             polls, waited = rows_phase(
                 me, pointer(layer, mem.DOWN_WEIGHT, WEIGHT), 2 * index + 1, schedule, own, message_base, lane_slot,
                 slot_lane, 0, units, rank, p, here + 4, limit, R, P, LR, LP, LOG_LP, NODES, S, LOG_S, VALID,
-                GENERATIONS, ROW, D, F, BR_ROWS, BK_DOWN, DOWN_LANE, False, H, E, NB, NBP, SCOPE,
+                GENERATIONS, ROW, D, F, BR_ROWS, BK_DOWN, DOWN_LANE, False, H, E, NB, NBP, SCOPE, AMD,
             )  # fmt: skip
             counted += polls
             landed += waited
@@ -154,7 +155,7 @@ def decode(
             polls, waited = final_phase(
                 me, MESSAGES - 1, message_base, lane_slot, slot_lane, stream, rank, p, here + 5, limit, eps, KIND, R, P,
                 LANES, LR, LP, LOG_LP, NODES, S, LOG_S, VALID, GENERATIONS, D, BR_ROWS, BK_HEAD, WEIGHT, FINAL_LANE,
-                SCOPE,
+                SCOPE, AMD,
             )  # fmt: skip
             counted += polls
             landed += waited
@@ -165,11 +166,11 @@ def decode(
             ready = stream
         counted += head_phase(
             me, lane_slot, parity, ready, rank, p, here + 6, limit, eps, KIND, R, P, LR, LP, LOG_LP, NODES, LS, V, C, D,
-            BR_HEAD, BK_HEAD, WEIGHT, FINAL_LANE, SCOPE,
+            BR_HEAD, BK_HEAD, WEIGHT, FINAL_LANE, SCOPE, AMD,
         )  # fmt: skip
         token, more_scored, more_selected, polls, waited = draw_phase(
             me, launch, knobs, t, parity, scored, selected, position + 1, rank, p, here + 7, limit,
-            R, P, PP, V, BV, LS, LOG_LS, LVALID, KEEP, SCOPE,
+            R, P, PP, V, BV, LS, LOG_LS, LVALID, KEEP, SCOPE, AMD,
         )  # fmt: skip
         scored += more_scored
         selected += more_selected

@@ -29,7 +29,7 @@ from laneformer.kernels.sync import pointer, poll_words, rearm
 def first_pass(
     me, p_scores, p_keys, p_seen, temperature, penalty, seed, later, t, parity, position, rank, p, place, limit,
     R: tl.constexpr, P: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, LS: tl.constexpr, LOG_LS: tl.constexpr,
-    LVALID: tl.constexpr, KEEP: tl.constexpr,
+    LVALID: tl.constexpr, KEEP: tl.constexpr, AMD: tl.constexpr,
 ):  # fmt: skip
     """Collects this program's logits: the best score and its token (-1 if one is not a number), and the polls waited.
 
@@ -45,7 +45,7 @@ def first_pass(
         m_ids = ids < V
         m_tile = (((LVALID >> i_s) & 1) == 1)[:, None] & m_ids[None, :]
         pointers = p_box + i_s[:, None] * V + ids[None, :]
-        words, waited = poll_words(pointers, m_tile, i_s[:, None], p_abort, aborts, rank, p, place, limit, R)
+        words, waited = poll_words(pointers, m_tile, i_s[:, None], p_abort, aborts, rank, p, place, limit, R, AMD)
         rearm(pointers, m_tile)
         logits = tree_sum(words.to(tl.float32, bitcast=True), LS, BV, LOG_LS)
         polls += waited
@@ -70,7 +70,7 @@ def first_pass(
 @triton.jit
 def agree(
     me, which: tl.constexpr, best, token, target, rank, p, place, limit,
-    R: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, ARRIVE: tl.constexpr, SCOPE: tl.constexpr,
+    R: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, ARRIVE: tl.constexpr, SCOPE: tl.constexpr, AMD: tl.constexpr,
 ):  # fmt: skip
     """The best score and token of all programs, or token -1 if one of them met something that is no number."""
     p_best = pointer(me, mem.BEST_SCORES, tl.float64) + which * P
@@ -78,7 +78,7 @@ def agree(
     if p < ARRIVE:
         tl.store(p_best + p, best)
         tl.store(p_token + p, token)
-        signal_to(me, mem.C_SCORES, SCOPE)
+        signal_to(me, mem.C_SCORES, SCOPE, AMD)
     polls = wait_for(me, mem.C_SCORES, target, rank, p, place, limit, R, SCOPE)
     i_p = tl.arange(0, PP)
     m_p = i_p < ARRIVE
@@ -105,7 +105,7 @@ def weigh(
 def last_kept(
     me, p_keys, p_masses, p_hist, limit_value, before_signals, rank, p, place, limit,
     BY_MASS: tl.constexpr, R: tl.constexpr, P: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, ARRIVE: tl.constexpr,
-    SCOPE: tl.constexpr,
+    SCOPE: tl.constexpr, AMD: tl.constexpr,
 ):  # fmt: skip
     """The smallest key that is kept, where tokens are while the weight before them is below a limit; and the polls.
 
@@ -123,7 +123,7 @@ def last_kept(
             else:
                 weights = tl.where(m_ids, 1, 0).to(tl.int64)
             add_digits(p_hist + digit * BINS, keys, weights, m_ids, prefix, 8 * (DIGITS - 1 - digit))
-        signal_to(me, mem.C_SELECT, SCOPE)
+        signal_to(me, mem.C_SELECT, SCOPE, AMD)
         polls += wait_for(me, mem.C_SELECT, before_signals + (digit + 1) * ARRIVE, rank, p, place, limit, R, SCOPE)
         if BY_MASS:
             # The first digit's bins hold all there is.
@@ -148,11 +148,11 @@ def second_pass(
     return best, token
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def draw_phase(
     me, launch, knobs, t, parity, before, select_before, position, rank, p, place, limit,
     R: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, LS: tl.constexpr,
-    LOG_LS: tl.constexpr, LVALID: tl.constexpr, KEEP: tl.constexpr, SCOPE: tl.constexpr,
+    LOG_LS: tl.constexpr, LVALID: tl.constexpr, KEEP: tl.constexpr, SCOPE: tl.constexpr, AMD: tl.constexpr,
 ):  # fmt: skip
     """The next token: every program takes some of the vocabulary, then all pick among the programs' best.
 
@@ -176,9 +176,11 @@ def draw_phase(
             tl.store(p_hist + ((1 - parity) * 2 * DIGITS + digit) * BINS + i_h, i_h.to(tl.int64) * 0)
     best, token, landed = first_pass(
         me, p_scores, p_keys, p_seen, temperature, penalty, seed, by_rank | by_mass, t, parity, position, rank, p,
-        place, limit, R, P, V, BV, LS, LOG_LS, LVALID, KEEP,
+        place, limit, R, P, V, BV, LS, LOG_LS, LVALID, KEEP, AMD,
     )  # fmt: skip
-    best, token, counted = agree(me, 0, best, token, before + ARRIVE, rank, p, place, limit, R, P, PP, ARRIVE, SCOPE)
+    best, token, counted = agree(
+        me, 0, best, token, before + ARRIVE, rank, p, place, limit, R, P, PP, ARRIVE, SCOPE, AMD
+    )
     arrivals, selects = ARRIVE, 0
     if (by_rank | by_mass) & (token >= 0):
         if p < ARRIVE:
@@ -186,7 +188,7 @@ def draw_phase(
             p_hist += parity * 2 * DIGITS * BINS
             if by_rank:
                 key, polls = last_kept(me, p_keys, p_masses, p_hist, top_k.to(tl.float64), select_before, rank, p,
-                                       place, limit, 0, R, P, V, BV, ARRIVE, SCOPE)  # fmt: skip
+                                       place, limit, 0, R, P, V, BV, ARRIVE, SCOPE, AMD)  # fmt: skip
                 least = tl.maximum(least, key)
                 counted += polls
                 selects += DIGITS * ARRIVE
@@ -194,13 +196,13 @@ def draw_phase(
                 weigh(p_scores, p_keys, p_masses, best, least, p, P, V, BV)
                 key, polls = last_kept(me, p_keys, p_masses, p_hist + DIGITS * BINS, top_p,
                                        select_before + selects, rank, p, place, limit, 1, R, P, V, BV, ARRIVE,
-                                       SCOPE)  # fmt: skip
+                                       SCOPE, AMD)  # fmt: skip
                 least = tl.maximum(least, key)
                 counted += polls
                 selects += DIGITS * ARRIVE
             best, token = second_pass(p_scores, p_keys, least, seed, position, p, P, V, BV)
         best, token, polls = agree(
-            me, 1, best, token, before + 2 * ARRIVE, rank, p, place, limit, R, P, PP, ARRIVE, SCOPE
+            me, 1, best, token, before + 2 * ARRIVE, rank, p, place, limit, R, P, PP, ARRIVE, SCOPE, AMD
         )
         counted += polls
         arrivals += ARRIVE

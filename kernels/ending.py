@@ -10,7 +10,7 @@ from laneformer.kernels import memory as mem
 from laneformer.kernels.exchange import land_rows, post_rows
 from laneformer.kernels.matvec import NORMED, PLAIN, load_tile, matvec_tile
 from laneformer.kernels.phases import own_abort, signal_to, wait_for
-from laneformer.kernels.sync import pointer, to_words
+from laneformer.kernels.sync import block_barrier, pointer, to_words
 
 # Types of head: the lanes' mean after the norm; their normalised sum; a slice for each lane; all lanes side by side.
 MEAN = tl.constexpr(0)
@@ -19,10 +19,10 @@ SLICES = tl.constexpr(2)
 JOINED = tl.constexpr(3)
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def embed_phase(
     me, token, p, P: tl.constexpr, LR: tl.constexpr, LP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    WEIGHT: tl.constexpr, SCOPE: tl.constexpr,
+    WEIGHT: tl.constexpr, SCOPE: tl.constexpr, AMD: tl.constexpr,
 ):  # fmt: skip
     """Every lane's stream starts as the token's row of the embedding; every program signals."""
     TILES: tl.constexpr = (D + BD - 1) // BD
@@ -34,16 +34,16 @@ def embed_phase(
         row = tl.load(p_e + tl.cast(token, tl.int64) * D + rows, mask=m_rows, other=0.0).to(tl.float32)
         m_tile = (i_l < LR)[:, None] & m_rows[None, :]
         tl.store(p_x + i_l[:, None] * D + rows[None, :], tl.zeros((LP, BD), tl.float32) + row[None, :], mask=m_tile)
-    signal_to(me, mem.C_STREAM, SCOPE)
+    signal_to(me, mem.C_STREAM, SCOPE, AMD)
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def final_phase(
     me, number, message_base, lane_slot, slot_lane, target, rank, p, place, limit, eps,
     KIND: tl.constexpr, R: tl.constexpr, P: tl.constexpr, LANES: tl.constexpr, LR: tl.constexpr, LP: tl.constexpr,
     LOG_LP: tl.constexpr, NODES: tl.constexpr, S: tl.constexpr, LOG_S: tl.constexpr, VALID: tl.constexpr,
     GENERATIONS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, WEIGHT: tl.constexpr,
-    NORM_LANE: tl.constexpr, SCOPE: tl.constexpr,
+    NORM_LANE: tl.constexpr, SCOPE: tl.constexpr, AMD: tl.constexpr,
 ):  # fmt: skip
     """What a replicated head reads, [D]: the lanes' mean after the norm, or their sum, exchanged at once."""
     TILES: tl.constexpr = (D + BD - 1) // BD
@@ -74,7 +74,7 @@ def final_phase(
                 norm = tl.load(p_norm + i_l[:, None] * NORM_LANE + rows[None, :], mask=m_tile, other=0.0)
                 x = x * scale[:, None] * norm.to(tl.float32)
             tl.store(p_ring + i_l[:, None] * D + rows[None, :], x, mask=m_tile)
-            tl.debug_barrier()
+            block_barrier(AMD)
             if R > 1:
                 boxes = pointer(me, mem.BOXES, tl.int64)
                 post_rows(p_ring, boxes, place_in_ring * (S * D), lane_slot, rank, rows, m_rows,
@@ -83,22 +83,22 @@ def final_phase(
             rows = tile * BD + tl.arange(0, BD)
             total, waited = land_rows(
                 p_ring, p_box + place_in_ring * (S * D), slot_lane, rows, rows < D, True, p_abort, aborts, rank, p,
-                place, limit, R, S, LOG_S, VALID, D, BD,
+                place, limit, R, S, LOG_S, VALID, D, BD, AMD,
             )  # fmt: skip
             landed += waited
             if KIND == MEAN:
                 total = total / LANES
             tl.store(pointer(me, mem.FINAL, tl.float32) + rows, total, mask=rows < D)
-        signal_to(me, mem.C_FINAL, SCOPE)
+        signal_to(me, mem.C_FINAL, SCOPE, AMD)
     return counted, landed
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def head_phase(
     me, lane_slot, parity, target, rank, p, place, limit, eps,
     KIND: tl.constexpr, R: tl.constexpr, P: tl.constexpr, LR: tl.constexpr, LP: tl.constexpr, LOG_LP: tl.constexpr,
     NODES: tl.constexpr, LS: tl.constexpr, V: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BR: tl.constexpr,
-    BK: tl.constexpr, WEIGHT: tl.constexpr, NORM_LANE: tl.constexpr, SCOPE: tl.constexpr,
+    BK: tl.constexpr, WEIGHT: tl.constexpr, NORM_LANE: tl.constexpr, SCOPE: tl.constexpr, AMD: tl.constexpr,
 ):  # fmt: skip
     """Logits of this rank's part of the head, sent to every rank's logit box."""
     TILES: tl.constexpr = (C + BR - 1) // BR
@@ -136,7 +136,7 @@ def head_phase(
             if KIND == JOINED:
                 tl.store(p_parts + lane * V + row + i_r, out, mask=i_r < rows)
                 if lane == LR - 1:
-                    tl.debug_barrier()
+                    block_barrier(AMD)
                     post_rows(p_parts, boxes, parity * (LS * V), lane_slot, rank, row + i_r, i_r < rows,
                               R, LR, LP, LOG_LP, NODES, V, BR)  # fmt: skip
             else:

@@ -51,6 +51,7 @@ def post_rows(
 def land_rows(
     p_ring, p_box, slot_lane, rows, m_rows, last, p_abort, aborts, rank, program, place, limit,
     R: tl.constexpr, S: tl.constexpr, LOG_S: tl.constexpr, VALID: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    AMD: tl.constexpr,
 ):  # fmt: skip
     """Rows of a message's sum over all lanes, float32 [BD], and the polls waited; `last` re-arms what was read.
 
@@ -65,7 +66,7 @@ def land_rows(
     else:
         m_tile = (((VALID >> i_s) & 1) == 1)[:, None] & m_rows[None, :]
         pointers = p_box + i_s[:, None] * D + rows[None, :]
-        words, polls = poll_words(pointers, m_tile, i_s[:, None], p_abort, aborts, rank, program, place, limit, R)
+        words, polls = poll_words(pointers, m_tile, i_s[:, None], p_abort, aborts, rank, program, place, limit, R, AMD)
         if last:
             rearm(pointers, m_tile)
         return tree_sum(words.to(tl.float32, bitcast=True), S, BD, LOG_S), polls

@@ -1,8 +1,9 @@
 """The phases of a layer inside a rank, each as what one program does: wait, compute its tiles, signal.
 
-Every phase asks for its first weights before it waits, and returns the polls it waited. Values that all share: `me` the
-rank's table of addresses (kernels/memory.py), rank, program p of P, place (what an abort record shows), limit (polls).
-Legend: kernels/decode.py.
+Every phase asks for its first weights before it waits, and returns the polls it waited. In the compiled code each is a
+function of its own, so that registers are given out for each alone and none spills in a loop. Values that all share:
+`me` the rank's table of addresses (kernels/memory.py), rank, program p of P, place (what an abort record shows), limit
+(polls). Legend: kernels/decode.py.
 """
 
 import triton
@@ -12,12 +13,12 @@ from laneformer.kernels import memory as mem
 from laneformer.kernels.attention import attention_block
 from laneformer.kernels.exchange import land_rows, post_rows
 from laneformer.kernels.matvec import ATTENTION, NORMED, PLAIN, load_tile, matvec_tile
-from laneformer.kernels.sync import pointer, signal, wait
+from laneformer.kernels.sync import block_barrier, pointer, signal, wait
 
 
 @triton.jit
 def wait_for(
-    me, which: tl.constexpr, target, rank, p, place, limit, R: tl.constexpr, SCOPE: tl.constexpr
+    me, which: tl.constexpr, target, rank, p, place, limit, R: tl.constexpr, SCOPE: tl.constexpr,
 ):  # fmt: skip
     """Waits until one of this rank's counters has reached `target`."""
     counter = pointer(me, mem.COUNTERS, tl.int32) + which * mem.LINE
@@ -26,9 +27,9 @@ def wait_for(
 
 
 @triton.jit
-def signal_to(me, which: tl.constexpr, SCOPE: tl.constexpr):
+def signal_to(me, which: tl.constexpr, SCOPE: tl.constexpr, AMD: tl.constexpr):
     """Signals one of this rank's counters."""
-    signal(pointer(me, mem.COUNTERS, tl.int32) + which * mem.LINE, SCOPE)
+    signal(pointer(me, mem.COUNTERS, tl.int32) + which * mem.LINE, SCOPE, AMD)
 
 
 @triton.jit
@@ -49,11 +50,12 @@ def tile_at(
     return lane, row, rows, tl.cast(lane, tl.int64) * LANE + tl.cast(row, tl.int64) * K
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def qkv_phase(
     me, layer, target, rank, p, place, limit, eps,
     R: tl.constexpr, P: tl.constexpr, LR: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BR: tl.constexpr,
     BK: tl.constexpr, WEIGHT: tl.constexpr, LANE: tl.constexpr, NORM_LANE: tl.constexpr, SCOPE: tl.constexpr,
+    AMD: tl.constexpr,
 ):  # fmt: skip
     """Queries, keys and values of the new position from every lane's normalised stream."""
     TILES: tl.constexpr = (ROWS + BR - 1) // BR
@@ -74,16 +76,16 @@ def qkv_phase(
         tl.store(p_out + lane * ROWS + row + i_r, out, mask=i_r < rows)
         lane, row, rows, offset = next_lane, next_row, next_rows, next_offset
     if p < LR * TILES:
-        signal_to(me, mem.C_QKV, SCOPE)
+        signal_to(me, mem.C_QKV, SCOPE, AMD)
     return polls
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def attention_phase(
     me, layer, position, p_cos, p_sin, target, rank, p, place, limit, eps,
     R: tl.constexpr, P: tl.constexpr, LR: tl.constexpr, H: tl.constexpr, KV: tl.constexpr, E: tl.constexpr,
     EP: tl.constexpr, EC: tl.constexpr, GP: tl.constexpr, BT: tl.constexpr, NB: tl.constexpr, WEIGHT: tl.constexpr,
-    HEAD_NORMS: tl.constexpr, SCOPE: tl.constexpr,
+    HEAD_NORMS: tl.constexpr, SCOPE: tl.constexpr, AMD: tl.constexpr,
 ):  # fmt: skip
     """Blocks of positions of every lane's key-value heads; the polls, and the blocks a head has."""
     G: tl.constexpr = H // KV
@@ -110,15 +112,16 @@ def attention_phase(
                 p_values + cache, p_q_norm, p_k_norm, p_cos, p_sin, p_out + first * NB * E, p_scale + first * NB * 2,
                 block, position, length, ring, eps, G, GP, E, EP, EC, BT, NB, HEAD_NORMS,
             )  # fmt: skip
-        signal_to(me, mem.C_ATTENTION, SCOPE)
+        signal_to(me, mem.C_ATTENTION, SCOPE, AMD)
     return polls, blocks
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def units_phase(
     me, layer, target, rank, p, place, limit, eps,
     R: tl.constexpr, P: tl.constexpr, LR: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BR: tl.constexpr,
     BK: tl.constexpr, WEIGHT: tl.constexpr, LANE: tl.constexpr, NORM_LANE: tl.constexpr, SCOPE: tl.constexpr,
+    AMD: tl.constexpr,
 ):  # fmt: skip
     """Feed-forward units silu(gate) * up (SwiGLU, arXiv 2002.05202) of every lane's normalised stream."""
     TILES: tl.constexpr = (F + BR - 1) // BR
@@ -142,17 +145,17 @@ def units_phase(
             i_r = tl.arange(0, BR)
             tl.store(p_out + lane * F + row + i_r, gate * tl.sigmoid(gate) * up, mask=i_r < rows)
             lane, row, rows, offset = next_lane, next_row, next_rows, next_offset
-        signal_to(me, mem.C_UNITS, SCOPE)
+        signal_to(me, mem.C_UNITS, SCOPE, AMD)
     return polls
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def rows_phase(
     me, p_w, module, schedule, own, message_base, lane_slot, slot_lane, blocks, target, rank, p, place, limit,
     R: tl.constexpr, P: tl.constexpr, LR: tl.constexpr, LP: tl.constexpr, LOG_LP: tl.constexpr, NODES: tl.constexpr,
     S: tl.constexpr, LOG_S: tl.constexpr, VALID: tl.constexpr, GENERATIONS: tl.constexpr, ROW: tl.constexpr,
     D: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, LANE: tl.constexpr, IS_OUT: tl.constexpr,
-    H: tl.constexpr, E: tl.constexpr, NB: tl.constexpr, NBP: tl.constexpr, SCOPE: tl.constexpr,
+    H: tl.constexpr, E: tl.constexpr, NB: tl.constexpr, NBP: tl.constexpr, SCOPE: tl.constexpr, AMD: tl.constexpr,
 ):  # fmt: skip
     """A module's partials: this program's rows of every lane's, sent, kept, and landed as the schedule says.
 
@@ -198,19 +201,19 @@ def rows_phase(
                 offset = next_offset
             if sends != 0:
                 # Other threads of the block stored some of what this one reads back.
-                tl.debug_barrier()
+                block_barrier(AMD)
                 boxes = pointer(me, mem.BOXES, tl.int64)
                 o_box = ((message_base + number) % GENERATIONS) * (S * D)
                 if R > 1:
                     post_rows(p_ring, boxes, o_box, lane_slot, rank, rows, m_rows, R, LR, LP, LOG_LP, NODES, D, BR)
-        tl.debug_barrier()
+        block_barrier(AMD)
         for tile in range(p, TILES, P):
             rows = tile * BR + tl.arange(0, BR)
             landed += update_rows(
                 me, p_ring, module, schedule, own, message_base, slot_lane, rows, rank, p, place, limit,
-                R, LR, LP, S, LOG_S, VALID, GENERATIONS, ROW, D, BR,
+                R, LR, LP, S, LOG_S, VALID, GENERATIONS, ROW, D, BR, AMD,
             )  # fmt: skip
-        signal_to(me, DONE, SCOPE)
+        signal_to(me, DONE, SCOPE, AMD)
     return counted, landed
 
 
@@ -218,7 +221,7 @@ def rows_phase(
 def update_rows(
     me, p_ring, module, schedule, own, message_base, slot_lane, rows, rank, p, place, limit,
     R: tl.constexpr, LR: tl.constexpr, LP: tl.constexpr, S: tl.constexpr, LOG_S: tl.constexpr, VALID: tl.constexpr,
-    GENERATIONS: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    GENERATIONS: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, AMD: tl.constexpr,
 ):  # fmt: skip
     """Adds to rows of this rank's streams what a module keeps of its own and what it lands; the polls it waited."""
     m_rows = rows < D
@@ -242,7 +245,7 @@ def update_rows(
         p_sent = p_rings + place_in_ring * (LR * D)
         total, waited = land_rows(
             p_sent, p_box + place_in_ring * (S * D), slot_lane, rows, m_rows, last != 0, p_abort, aborts, rank, p,
-            place, limit, R, S, LOG_S, VALID, D, BD,
+            place, limit, R, S, LOG_S, VALID, D, BD, AMD,
         )  # fmt: skip
         polls += waited
         if with_own != 0:

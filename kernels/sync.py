@@ -21,6 +21,10 @@ Between devices the message in that chain is a plain store polled by volatile lo
 although no device reorders a store to a word against an older one to it that a fence at system scope has completed.
 Hence the scope `sys` on every signal whose phase re-armed or sent something.
 
+On AMD GPUs (constexpr AMD) two things differ, as read off compiled code (experiments/005_compiled_code). A volatile
+load is one only with the modifier .cv and with buffer operations switched off, which whoever compiles must do. And a
+block barrier does not wait for other waves' stores to leave them, so that each wave first waits for its own.
+
 Every wait has a limit, counted in polls, and looks at the abort words. Who runs into the limit records where, and tells
 the peers; then every wait returns at once and all programs leave at the end of the token.
 """
@@ -48,9 +52,19 @@ def pointer(table, index, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def signal(counter, SCOPE: tl.constexpr):
-    """Says that this program has done its share of a phase; what it stored or saw before is visible to waiters."""
+def block_barrier(AMD: tl.constexpr):
+    """Orders what the threads of this block stored before against what any of them does after."""
+    if AMD:
+        tl.inline_asm_elementwise(
+            "s_waitcnt vmcnt(0)", "=r,r", [tl.arange(0, 1024)], dtype=tl.int32, is_pure=False, pack=1
+        )
     tl.debug_barrier()
+
+
+@triton.jit
+def signal(counter, SCOPE: tl.constexpr, AMD: tl.constexpr):
+    """Says that this program has done its share of a phase; what it stored or saw before is visible to waiters."""
+    block_barrier(AMD)
     tl.atomic_add(counter, 1, sem="release", scope=SCOPE)
 
 
@@ -104,18 +118,27 @@ def to_words(value):
 
 
 @triton.jit
-def poll_words(pointers, mask, slots, p_abort, aborts, rank, program, place, limit, R: tl.constexpr):
+def volatile(pointers, mask, AMD: tl.constexpr):
+    """Reads words from memory itself, every time it is executed."""
+    if AMD:
+        return tl.load(pointers, mask=mask, other=0, volatile=True, cache_modifier=".cv")
+    else:
+        return tl.load(pointers, mask=mask, other=0, volatile=True)
+
+
+@triton.jit
+def poll_words(pointers, mask, slots, p_abort, aborts, rank, program, place, limit, R: tl.constexpr, AMD: tl.constexpr):
     """Polls mailbox words [S, N] until all masked ones have arrived: (words, polls beyond the first).
 
     `slots` [S, 1] numbers the rows; on a time-out the first missing one is recorded.
     """
-    words = tl.load(pointers, mask=mask, other=0, volatile=True)
+    words = volatile(pointers, mask, AMD)
     missing = tl.max(tl.max((words == SENTINEL).to(tl.int32), 1), 0)
     polls = 0
     stop = 0
     while (missing != 0) & (stop == 0):
         polls += 1
-        words = tl.load(pointers, mask=mask, other=0, volatile=True)
+        words = volatile(pointers, mask, AMD)
         missing = tl.max(tl.max((words == SENTINEL).to(tl.int32), 1), 0)
         if polls % ABORT_EVERY == 0:
             stop = aborted(p_abort)

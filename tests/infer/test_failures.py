@@ -99,8 +99,10 @@ def test_a_run_that_is_interrupted_stops_its_ranks_and_says_so_in_its_exit_code(
     ]  # fmt: skip
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     run = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, start_new_session=True
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, start_new_session=True,
+        # A suite that a shell started in the background ignores interrupts, and so would this.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     try:
         first = run.stdout.read(4)
         assert first
