@@ -210,7 +210,7 @@ def constants(plan: Plan, weights: Weights, keep_logits: bool = False, amd: bool
 
 @dataclass
 class Tables:
-    """The arguments that all launches of a plan share: schedule, slots of lanes, rope angles."""
+    """The arguments that all launches of a plan share: schedule, slots of what is sent, rope angles."""
 
     schedule: Tensor
     own: Tensor
@@ -224,7 +224,7 @@ class Tables:
         """From a plan; cos, sin float32 [positions, E / 2]."""
         rows, own = plan.schedule_rows()
         places = lane_slots(plan.config.num_lanes)
-        mine = places[rank * plan.lanes : (rank + 1) * plan.lanes]
+        mine = (rank,) if plan.presummed else places[rank * plan.lanes : (rank + 1) * plan.lanes]
         lane_of = {slot: lane for lane, slot in enumerate(places)}
         integers = {"dtype": torch.int32, "device": device}
         return cls(

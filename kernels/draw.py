@@ -22,7 +22,7 @@ from laneformer.kernels.sampling import (
     order_key,
     penalised,
 )  # fmt: skip
-from laneformer.kernels.sync import pointer, poll_words, rearm
+from laneformer.kernels.sync import block_barrier, pointer, poll_words, rearm
 
 
 @triton.jit
@@ -194,6 +194,7 @@ def draw_phase(
                 selects += DIGITS * ARRIVE
             if by_mass:
                 weigh(p_scores, p_keys, p_masses, best, least, p, P, V, BV)
+                block_barrier(AMD)
                 key, polls = last_kept(me, p_keys, p_masses, p_hist + DIGITS * BINS, top_p,
                                        select_before + selects, rank, p, place, limit, 1, R, P, V, BV, ARRIVE,
                                        SCOPE, AMD)  # fmt: skip

@@ -27,16 +27,17 @@ def post_rows(
     """Sends rows of the partials at `p_ring` [LR, D] to every rank: their tree sum, or each lane's if NODES > 1.
 
     boxes: int64 addresses of all ranks' mailboxes; o_box: the message's offset in words; lane_slot: the slot of each
-    of this rank's lanes (NODES > 1).
+    row that is sent.
     """
     i_l = tl.arange(0, LP)
     m_tile = (i_l < LR)[:, None] & m_rows[None, :]
     values = tl.load(p_ring + i_l[:, None] * D + rows[None, :], mask=m_tile, other=0.0)
     if NODES == 1:
         words = to_words(tree_sum(values, LP, BD, LOG_LP))
+        slot = tl.load(lane_slot)
         for step in range(R):
             peer = (rank + 1 + step) % R
-            p_box = pointer(boxes, peer, tl.int32) + o_box + rank * D
+            p_box = pointer(boxes, peer, tl.int32) + o_box + slot * D
             tl.store(p_box + rows, words, mask=m_rows, cache_modifier=".wt")
     else:
         words = to_words(values)

@@ -32,6 +32,7 @@ OPTIONAL = {
     "datasets": {"data/"},
     "regex": {"data/"},
     "triton": {"kernels/"},
+    "greenlet": {"kernels/simulate.py"},
 }
 # Modules that are of no use without their package, and say so when it is missing.
 WHOLLY_OPTIONAL = {"laneformer/hf.py", "laneformer/hf_export.py", "laneformer/dense.py"}
