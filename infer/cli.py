@@ -34,7 +34,12 @@ Ranks = Annotated[int, typer.Option(help="Rank processes; must divide the lanes.
 ScheduleText = Annotated[
     str, typer.Option(help="tensor-parallel, delayed:D, delayed:D:early, ladder, silent, or checkpoint (its own).")
 ]
-RunnerName = Annotated[str, typer.Option(help="eager, compiled (CPUs) or graph (a captured CUDA graph on GPUs).")]
+RunnerName = Annotated[
+    str,
+    typer.Option(
+        help="eager, compiled (CPUs), graph (a captured CUDA graph on GPUs) or persistent (one kernel for many tokens)."
+    ),
+]
 ExchangeName = Annotated[
     str, typer.Option(help="mailbox (shared memory), gloo, nccl, or auto: nccl for a GPU a rank, else mailbox.")
 ]

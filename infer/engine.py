@@ -55,8 +55,12 @@ class Runner(Protocol):
 class Decoder(Protocol):
     """A runner that draws on its device, and may be many tokens ahead of who asks for them."""
 
-    def decode(self, token: int, schedule: Schedule, sampling: Sampling, count: int) -> Iterator[int] | None:
+    def decode(
+        self, token: int, schedule: Schedule, sampling: Sampling, count: int, stop_ids: Sequence[int] = ()
+    ) -> Iterator[int] | None:
         """Takes `token`, then yields the `count` tokens that follow it, each drawn as `sampling.draw` would.
+
+        It may end after one of `stop_ids`.
 
         None for settings that it cannot draw by. Who leaves the iterator early resets the runner before using it again.
         """
@@ -106,7 +110,10 @@ def drawn(
     """At most `limit` tokens one after another; `seen` must grow by each before the next is asked for."""
     token = draw(host(prefill(runner, request.prompt, schedule, chunk)), request.sampling, len(seen), seen)
     yield token
-    rest = runner.decode(token, schedule, request.sampling, limit - 1) if isinstance(runner, Decoder) else None
+    rest = None
+    if isinstance(runner, Decoder) and limit > 1:
+        stops = () if request.ignore_end else (*runner.config.eos_ids, *request.stop_ids)
+        rest = runner.decode(token, schedule, request.sampling, limit - 1, stops)
     if rest is not None:
         yield from rest
         return

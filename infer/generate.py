@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -111,16 +112,24 @@ def summary(tokens: list[Token], text: str, request: Request, ranks: int, runner
         "ttft_ms": float(at_ms[0]),
         "itl_ms": {f"p{p}": float(np.percentile(steps, p)) for p in (50, 90, 99)} if len(steps) else None,
         "tokens_per_s": float(1e3 / np.median(steps)) if len(steps) else None,
-        "wait_us_per_token": float(np.median([token.wait_s for token in tokens]) * 1e6),
-        "head_wait_us_per_token": float(np.median([token.head_wait_s for token in tokens]) * 1e6),
+        "wait_us_per_token": median_us([token.wait_s for token in tokens]),
+        "head_wait_us_per_token": median_us([token.head_wait_s for token in tokens]),
     }
+
+
+def median_us(seconds: list[float]) -> float | None:
+    """The median in microseconds; None if the runner does not know these times."""
+    median = float(np.median(seconds) * 1e6)
+    return None if math.isnan(median) else median
 
 
 def describe(result: dict[str, Any]) -> str:
     """The numbers in one line."""
+    waits = result["wait_us_per_token"]
+    waited = "" if waits is None else f", {waits:.0f} us a token waiting for partials"
     speed = f", {result['tokens_per_s']:.1f} tokens/s" if result["tokens_per_s"] else ""
     return (
         f"{result['prompt_tokens']} tokens in, {len(result['tokens'])} out ({result['finish']}), first after "
-        f"{result['ttft_ms']:.0f} ms{speed}, {result['wait_us_per_token']:.0f} us a token waiting for partials; "
+        f"{result['ttft_ms']:.0f} ms{speed}{waited}; "
         f"{result['schedule']}, {result['runner']}, {result['ranks']} rank{'s' if result['ranks'] > 1 else ''}"
     )

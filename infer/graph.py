@@ -159,7 +159,9 @@ class GraphRunner(EagerRunner):
         cache.advance(1)
         self._device_at = cache.length
 
-    def decode(self, token: int, schedule: Schedule, sampling: Sampling, count: int) -> Iterator[int] | None:
+    def decode(
+        self, token: int, schedule: Schedule, sampling: Sampling, count: int, stop_ids: Sequence[int] = ()
+    ) -> Iterator[int] | None:
         """The `count` tokens after `token`, greedy ones; None for settings that need the logits on the host."""
         if sampling.temperature != 0 or sampling.repetition_penalty != 1.0:
             return None

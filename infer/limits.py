@@ -7,4 +7,6 @@ PREFILL_CHUNK = 64
 # Seconds a rank may wait for another, or make no progress, before the run is ended.
 WAIT_LIMIT_S = 3.5
 # How forward passes can be executed.
-RUNNERS = ("eager", "compiled", "graph")
+RUNNERS = ("eager", "compiled", "graph", "persistent")
+# The same wait for a kernel that is interpreted, statement by statement.
+INTERPRETED_LIMIT_S = 120.0

@@ -21,11 +21,12 @@ from typing import Any, NoReturn
 
 from laneformer.config import LaneConfig
 from laneformer.infer.device import EXCHANGES, check_device, may_use_gpu
-from laneformer.infer.limits import PREFILL_CHUNK, RUNNERS, WAIT_LIMIT_S
+from laneformer.infer.limits import INTERPRETED_LIMIT_S, PREFILL_CHUNK, RUNNERS, WAIT_LIMIT_S
 from laneformer.infer.mailbox import generations, mailbox_bytes
 from laneformer.infer.shared_memory import SharedBlock, Status
 from laneformer.infer.sum_tree import SumTree
 from laneformer.infer.watch import Watch
+from laneformer.kernels.plan import shared_words
 from laneformer.schedule import Schedule
 
 START_LIMIT_S = 600.0
@@ -84,10 +85,17 @@ class RankGroup:
         self.settings, self.config, self.ranks = settings, config, settings.ranks
         self.ready: list[dict[str, Any]] = []
         self._limit_s = settings.wait_limit_s
+        if settings.runner == "persistent" and not may_use_gpu(settings.device):
+            self._limit_s = max(self._limit_s, INTERPRETED_LIMIT_S)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._resources = ExitStack()
         size = Status.num_bytes(self.ranks) + mailbox_bytes(self.ranks, slots, words)
+        # The persistent kernel's mailboxes lie behind the others.
+        peer_offset, peer_words = -(-size // 64) * 64, 0
+        if settings.runner == "persistent" and self.ranks > 1:
+            peer_words = max(shared_words(config, schedule, self.ranks) for schedule in schedules)
+            size = peer_offset + 4 * self.ranks * peer_words
         self._block = SharedBlock.create(size)
         self._resources.callback(self._block.close)
         modules = 2 * config.num_hidden_layers
@@ -96,8 +104,9 @@ class RankGroup:
             "ranks": self.ranks, "folder": str(Path(settings.folder).resolve()), "lanes": config.num_lanes,
             "modules": modules, "block_fd": self._block.fd, "block_size": size, "slots": slots, "words": words,
             "runner": settings.runner, "exchange": settings.exchange, "dtype": settings.dtype,
-            "capacity": settings.capacity, "limit_s": settings.wait_limit_s, "fault": settings.fault,
+            "capacity": settings.capacity, "limit_s": self._limit_s, "fault": settings.fault,
             "parent": os.getpid(), "device": settings.device, "schedules": settings.schedules,
+            "peer_offset": peer_offset, "peer_words": peer_words,
         }  # fmt: skip
 
     def __enter__(self) -> RankGroup:

@@ -114,9 +114,11 @@ def row(bench: Bench, variant: Variant, samples: Samples) -> dict[str, Any]:
         "ttft_ms": float(np.median(samples.ttft_s) * 1e3),
         "itl_ms": {f"p{p}": float(np.percentile(pooled_ms, p)) for p in (50, 90, 99)},
         "round_itl_ms": [float(t) * 1e3 for t in rounds_s],
-        "wait_us_per_token": None if variant.runner in PEERS else float(np.median(waits.mean(1))),
-        "wait_us_per_token_by_rank": None if variant.runner in PEERS else [float(w) for w in np.median(waits, 0)],
-        "head_wait_us_per_token": None if variant.runner in PEERS else float(np.median(head_waits.mean(1))),
+        "wait_us_per_token": number(np.median(waits.mean(1)), variant),
+        "wait_us_per_token_by_rank": None
+        if variant.runner in PEERS or np.isnan(waits).any()
+        else np.median(waits, 0).tolist(),
+        "head_wait_us_per_token": number(np.median(head_waits.mean(1)), variant),
         "streamed_bytes": bench.streamed_bytes(variant),
         "bandwidth_gb_s": {
             "measured": float(bench.streamed_bytes(variant) / np.median(reads_s) / 1e9),
@@ -126,6 +128,11 @@ def row(bench: Bench, variant: Variant, samples: Samples) -> dict[str, Any]:
         "share_of_floor": float(np.median(reads_s / rounds_s)),
         "ratio_to_tp": ratio(bench, variant, samples),
     }
+
+
+def number(value: np.floating, variant: Variant) -> float | None:
+    """A time, or None for peers and for runners that do not know it."""
+    return None if variant.runner in PEERS or np.isnan(value) else float(value)
 
 
 def ratio(bench: Bench, variant: Variant, samples: Samples) -> dict[str, float] | None:

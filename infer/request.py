@@ -36,7 +36,8 @@ class Request:
 class Token:
     """A decoded token: its id and position, seconds since the request came, and seconds this rank waited for it.
 
-    `wait_s` is the time spent waiting for module partials, `head_wait_s` for the two exchanges at the head.
+    `wait_s` is the time spent waiting for module partials, `head_wait_s` for the two exchanges at the head;
+    not a number where the runner does not know.
     """
 
     id: int

@@ -1,4 +1,4 @@
-"""How forward passes are executed: `eager`, call by call; `compiled`, with torch.compile's kernels; `graph`, replayed.
+"""How forward passes are executed: `eager`, `compiled` with torch.compile's kernels, `graph` replayed, or `persistent`.
 
 Shape suffixes: S positions, V vocabulary.
 """
@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from laneformer.infer.exchange import RankExchange
 from laneformer.infer.forward import Forward
-from laneformer.infer.limits import RUNNERS
+from laneformer.infer.limits import RUNNERS, WAIT_LIMIT_S
 from laneformer.infer.request import RequestError
 from laneformer.infer.weights import RankWeights
 from laneformer.schedule import Schedule
+
+if TYPE_CHECKING:
+    from laneformer.infer.persistent import PeerWords
 
 
 class EagerRunner:
@@ -55,19 +58,23 @@ class EagerRunner:
 
 
 def make_runner(
-    name: str, weights: RankWeights, exchange: RankExchange, capacity: int, schedules: Sequence[Schedule] = ()
-) -> EagerRunner:
-    """The runner called `name`, made ready for `schedules`.
+    name: str, weights: RankWeights, exchange: RankExchange, capacity: int, schedules: Sequence[Schedule] = (),
+    rank: int = 0, peer_words: PeerWords | None = None, limit_s: float = WAIT_LIMIT_S,
+) -> EagerRunner:  # fmt: skip
+    """The runner called `name`, made ready for `schedules`; what follows them is for `persistent` (PersistentRunner).
 
     Where that runner cannot be had another stands in for it, with one warning: `eager` for `compiled` without a
-    compiler, `graph` for `compiled` on a GPU, `eager` for `graph` where nothing can be captured.
+    compiler, `graph` for `compiled` on a GPU, `eager` for `graph` where nothing can be captured, `graph` for
+    `persistent` on GPUs that cannot run it, `eager` without a GPU.
     """
     if name not in RUNNERS:
         raise RequestError(f"no runner {name!r}; there are {', '.join(RUNNERS)}")
     if name == "compiled" and weights.device.type != "cpu":
         warnings.warn("the compiled runner is for CPUs; decoding with the graph runner", stacklevel=2)
         name = "graph"
-    if name == "graph":
+    if name == "persistent":
+        runner, notes = persistent_runner(weights, exchange, capacity, schedules, rank, peer_words, limit_s)
+    elif name == "graph":
         runner, notes = graph_runner(weights, exchange, capacity, schedules)
     elif name == "compiled":
         runner, notes = compiled_runner(weights, exchange, capacity)
@@ -103,3 +110,24 @@ def graph_runner(
     except CaptureError as error:
         note = f"decoding with the eager runner, because a decode step cannot be captured here: {error}"
     return EagerRunner(weights, exchange, capacity), [note]
+
+
+def persistent_runner(
+    weights: RankWeights, exchange: RankExchange, capacity: int, schedules: Sequence[Schedule], rank: int,
+    peer_words: PeerWords | None, limit_s: float,
+) -> tuple[EagerRunner, list[str]]:  # fmt: skip
+    """The persistent runner and what it has to say, or the next best and why."""
+    from laneformer.infer.peer_memory import PeerMemoryError
+    from laneformer.infer.persistent import PersistentError, PersistentRunner
+
+    try:
+        runner = PersistentRunner(weights, exchange, capacity, schedules, peer_words, rank, limit_s)
+        return runner, runner.notes
+    except (PersistentError, PeerMemoryError) as error:
+        reason = str(error)
+    kind = "eager" if weights.device.type == "cpu" else "graph"
+    note = f"decoding with the {kind} runner, because the persistent kernel cannot run here: {reason}"
+    if kind == "eager":
+        return EagerRunner(weights, exchange, capacity), [note]
+    other, notes = graph_runner(weights, exchange, capacity, schedules)
+    return other, [note, *notes]

@@ -29,6 +29,7 @@ class TorchrunSession:
 
         from laneformer.infer.device import memory_errors, place, take
         from laneformer.infer.exchange import DistributedExchange, ThroughHost, join_group
+        from laneformer.infer.peer_memory import on_gpus
         from laneformer.infer.runners import make_runner
         from laneformer.infer.sum_tree import SumTree
         from laneformer.infer.weights import RankWeights
@@ -58,7 +59,12 @@ class TorchrunSession:
         schedules = [Schedule.parse(text, self.config) for text in settings.schedules]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
-            self._runner = make_runner(settings.runner, weights, exchange, settings.capacity, schedules)
+            # Ranks that torchrun starts on CPUs share no memory.
+            peers = (lambda words: on_gpus(words, here.device)) if backend == "nccl" else None
+            self._runner = make_runner(
+                settings.runner, weights, exchange, settings.capacity, schedules, self.rank, peers,
+                settings.wait_limit_s,
+            )  # fmt: skip
         own = [str(w.message) for w in caught if w.filename == __file__]
         self.notes = here.notes(backend) + own if self.speaks else []
         self.runner = self._runner.name

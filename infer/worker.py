@@ -112,7 +112,21 @@ class Worker:
             plant(exchange, Fault(**spec["fault"]))
         schedules = tuple(dict.fromkeys(Schedule.parse(text, weights.config) for text in spec["schedules"]))
         with memory_errors(self.place, f"the cache of {spec['capacity']} positions and a decode step"):
-            return make_runner(spec["runner"], weights, exchange, spec["capacity"], schedules)
+            return make_runner(
+                spec["runner"], weights, exchange, spec["capacity"], schedules, self.rank, self._peer_words(block),
+                spec["limit_s"],
+            )  # fmt: skip
+
+    def _peer_words(self, block: SharedBlock) -> Any:
+        """What gives the persistent kernel all ranks' memory: the block on CPUs, symmetric memory for a GPU a rank."""
+        from laneformer.infer.peer_memory import in_block, on_gpus
+
+        spec = self.spec
+        if self.place.kind == "cpu":
+            return lambda words: in_block(block, spec["peer_offset"], spec["peer_words"], spec["ranks"])
+        if self.exchange_name == "nccl":
+            return lambda words: on_gpus(words, self.place.device)
+        return None
 
     def send(self, **message: Any) -> None:
         """One JSON message to the parent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,12 +12,11 @@ from torch import Tensor
 
 from laneformer.kernels import memory as mem
 from laneformer.kernels.ending import JOINED, MEAN, NORMED_SUM, SLICES
-from laneformer.kernels.plan import COUNTERS, Plan, PlanError, lane_slots, power_of_two
-from laneformer.kernels.sync import ABORT_WORDS
+from laneformer.kernels.plan import COUNTERS, PART_WORDS, Plan, PlanError, lane_slots, power_of_two
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-# Logit boxes of two tokens are enough: a rank needs its peers' logits of a token before it can begin the next.
-LOGIT_GENERATIONS = 2
+# What the host reads or writes while the kernel runs.
+ON_HOST = ("TOKENS", "RESULT", "CANCEL")
 
 
 class Weights(Protocol):
@@ -44,36 +44,24 @@ class Shared:
             tensor.fill_(value)
 
 
-def logit_slots(plan: Plan) -> int:
-    """Slots of a logit message: one, unless all lanes of a head are added up."""
-    if plan.config.lm_head_type != "lane":
-        return 1
-    return plan.ranks if plan.presummed else plan.slots
-
-
-def shared_sizes(plan: Plan) -> dict[str, int]:
-    """Words of each part of Shared, in order."""
-    config = plan.config
-    return {
-        "box": plan.generations * plan.slots * config.hidden_size,
-        "logit_box": LOGIT_GENERATIONS * logit_slots(plan) * config.vocab_size,
-        "abort": int(ABORT_WORDS.value),
-        "control": 16,
-    }
-
-
 def new_shared(plan: Plan, device: torch.device | str = "cpu", words: Tensor | None = None) -> Shared:
-    """Mailboxes of a rank, cleared, in `words` (int32, of at least the sum of sizes rounded up to 64) if given."""
-    sizes = shared_sizes(plan)
+    """Mailboxes of a rank, cleared, in `words` (int32, at least plan.shared_words) if given."""
     if words is None:
-        words = torch.empty(sum(-(-size // 64) * 64 for size in sizes.values()), dtype=torch.int32, device=device)
-    parts, start = [], 0
-    for size in sizes.values():
-        parts.append(words[start : start + size])
-        start += -(-size // 64) * 64
-    shared = Shared(*parts)
+        words = torch.empty(plan.shared_words, dtype=torch.int32, device=device)
+    shared = shared_in(plan, words)
     shared.clear()
     return shared
+
+
+def shared_in(plan: Plan, words: Tensor) -> Shared:
+    """The parts of a rank's shared memory, as they are."""
+    if len(words) < plan.shared_words:
+        raise PlanError(f"mailboxes need {plan.shared_words} words, there are {len(words)}")
+    parts, start = [], 0
+    for size in plan.shared_sizes.values():
+        parts.append(words[start : start + size])
+        start += -(-size // PART_WORDS) * PART_WORDS
+    return Shared(*parts)
 
 
 def head_kind(plan: Plan) -> int:
@@ -89,7 +77,7 @@ class RankMemory:
     """One rank's buffers and its table of addresses; `tensors` names them for error messages and the simulator.
 
     keys, values: the cache of each layer, [LR, 1, KV, positions, E]. peers: Shared of every rank, its own included, as
-    this rank reaches them.
+    this rank reaches them. tokens: the most that a launch decodes; kept_logits: of how many it can keep the logits.
     """
 
     plan: Plan
@@ -99,7 +87,7 @@ class RankMemory:
     values: list[Tensor]
     peers: list[Shared]
     tokens: int
-    keep_logits: bool = False
+    kept_logits: int = 0
     tensors: dict[str, Tensor] = field(default_factory=dict)
     table: Tensor = field(init=False)
 
@@ -108,7 +96,9 @@ class RankMemory:
             raise PlanError(f"the plan has {self.plan.ranks} ranks, mailboxes of {len(self.peers)} were given")
         device = self.weights.embedding_VD.device
         for name, (count, dtype) in self._sizes().items():
-            self.tensors[name] = torch.zeros(max(1, count), dtype=dtype, device=device)
+            pinned = name in ON_HOST and device.type != "cpu"
+            place = "cpu" if name in ON_HOST else device
+            self.tensors[name] = torch.zeros(max(1, count), dtype=dtype, device=place, pin_memory=pinned)
         self._tables(device)
         entries = [0] * int(mem.RANK_WORDS.value)
         for name, tensor in self.tensors.items():
@@ -143,7 +133,7 @@ class RankMemory:
             "BEST_TOKENS": (2 * programs, torch.int32),
             "SEEN": (vocab, torch.int8),
             "TOKENS": (self.tokens, torch.int32),
-            "LOGITS": (self.tokens * vocab if self.keep_logits else 1, f32),
+            "LOGITS": (self.kept_logits * vocab, f32),
             "RESULT": (2, torch.int32),
             "WAITS": (2 * programs, torch.int64),
             "CANCEL": (1, torch.int32),
@@ -158,9 +148,7 @@ class RankMemory:
         self.tensors["LOGIT_BOXES"] = addresses([peer.logit_box for peer in peers])
         self.tensors["ABORTS"] = addresses([peer.abort for peer in peers])
         self.tensors["CONTROLS"] = addresses([peer.control for peer in peers])
-        first, size = weights.head_L[0].data_ptr(), weights.head_L[0].element_size()
-        offsets = [(tensor.data_ptr() - first) // size for tensor in weights.head_L]
-        self.tensors["HEAD_OFFSETS"] = torch.tensor(offsets, dtype=torch.int64, device=device)
+        self.tensors["HEAD_OFFSETS"] = torch.tensor(head_offsets(weights), dtype=torch.int64, device=device)
         rows = []
         for layer, (keys, values) in zip(weights.layers, zip(self.keys, self.values, strict=True), strict=True):
             found = [layer.attention_norm_LD, layer.qkv_LOI, layer.out_LOI, layer.ffn_norm_LD, layer.gate_up_LOI,
@@ -176,16 +164,24 @@ class RankMemory:
         self.peers[self.rank].clear()
 
 
-def constants(plan: Plan, weights: Weights, keep_logits: bool = False, amd: bool = False) -> dict[str, Any]:
+def head_offsets(weights: Weights) -> list[int]:
+    """Elements from the first lane's part of the head to each lane's."""
+    first, size = weights.head_L[0].data_ptr(), weights.head_L[0].element_size()
+    return [(tensor.data_ptr() - first) // size for tensor in weights.head_L]
+
+
+def constants(plan: Plan, weights: Weights, keep: bool = False, amd: bool = False) -> dict[str, Any]:
     """The compile-time arguments of kernels/decode.py."""
     config, tiles, lanes = plan.config, plan.tiles, plan.lanes
     first = weights.layers[0]
     head, lanes_padded = config.head_size, power_of_two(lanes)
-    slots, logit = plan.slots, logit_slots(plan)
+    slots, logit = plan.slots, plan.logit_slots
     per_lane = {
         "QKV_LANE": first.qkv_LOI.stride(0), "OUT_LANE": first.out_LOI.stride(0),
         "UNITS_LANE": first.gate_up_LOI.stride(0), "DOWN_LANE": first.down_LOI.stride(0),
         "NORM_LANE": first.attention_norm_LD.stride(0), "FINAL_LANE": weights.norm_LD.stride(0),
+        "OUT_ROW": first.out_LOI.stride(1), "DOWN_ROW": first.down_LOI.stride(1),
+        "HEAD_ALIGN": math.gcd(16, *head_offsets(weights)),
     }  # fmt: skip
     shapes = {
         "BR_QKV": tiles["qkv"].rows, "BK_QKV": tiles["qkv"].columns, "BR_ROWS": tiles["out"].rows,
@@ -203,7 +199,7 @@ def constants(plan: Plan, weights: Weights, keep_logits: bool = False, amd: bool
         "NB": plan.position_blocks, "NBP": power_of_two(plan.position_blocks), "BV": plan.score_chunk, "LS": logit,
         "LOG_LS": logit.bit_length() - 1, "LVALID": plan.valid_slots if logit == slots else (1 << logit) - 1,
         "KIND": head_kind(plan), "HEAD_NORMS": config.head_norms, "WEIGHT": TYPES[weights.embedding_VD.dtype],
-        "KEEP": keep_logits, "SCOPE": "sys" if plan.ranks > 1 else "gpu",
+        "KEEP": keep, "SCOPE": "sys" if plan.ranks > 1 else "gpu",
         "AMD": amd,
     }  # fmt: skip
 

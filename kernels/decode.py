@@ -10,19 +10,19 @@ import triton
 import triton.language as tl
 
 from laneformer.kernels import memory as mem
+from laneformer.kernels.aborts import PHASES as PHASES
 from laneformer.kernels.draw import draw_phase
 from laneformer.kernels.ending import NORMED_SUM, embed_phase, final_phase, head_phase
 from laneformer.kernels.phases import attention_phase, own_abort, qkv_phase, rows_phase, units_phase
-from laneformer.kernels.sync import aborted, give_up, pointer
-
-# What an abort record calls the phases of a module; a place is token << 16 | module << 4 | phase.
-PHASES = ("qkv", "attention", "output", "gate/up", "down", "final", "head", "draw", "control")
+from laneformer.kernels.sync import aborted, give_up, pointer, volatile
 
 
 @triton.jit
-def post_control(me, number, R: tl.constexpr):
+def post_control(me, number, R: tl.constexpr, AMD: tl.constexpr):
     """Rank 0 tells every rank whether the host has cancelled, for token `number`, which all then act upon alike."""
-    cancel = tl.atomic_add(pointer(me, mem.CANCEL, tl.int32), 0, sem="acquire", scope="sys")
+    # Host memory: read, never added to.
+    one = tl.arange(0, 1)
+    cancel = tl.max(volatile(pointer(me, mem.CANCEL, tl.int32) + one, one == 0, AMD), 0)
     controls = pointer(me, mem.CONTROLS, tl.int64)
     for r in range(R):
         p_control = tl.load(controls + r).to(tl.pointer_type(tl.int32))
@@ -69,8 +69,8 @@ def decode(
     BK_UNITS: tl.constexpr, BK_DOWN: tl.constexpr, BR_HEAD: tl.constexpr, BK_HEAD: tl.constexpr, BV: tl.constexpr,
     LS: tl.constexpr, LOG_LS: tl.constexpr, LVALID: tl.constexpr, KIND: tl.constexpr, HEAD_NORMS: tl.constexpr,
     WEIGHT: tl.constexpr, QKV_LANE: tl.constexpr, OUT_LANE: tl.constexpr, UNITS_LANE: tl.constexpr,
-    DOWN_LANE: tl.constexpr, NORM_LANE: tl.constexpr, FINAL_LANE: tl.constexpr, KEEP: tl.constexpr,
-    SCOPE: tl.constexpr, AMD: tl.constexpr,
+    DOWN_LANE: tl.constexpr, NORM_LANE: tl.constexpr, FINAL_LANE: tl.constexpr, OUT_ROW: tl.constexpr,
+    DOWN_ROW: tl.constexpr, HEAD_ALIGN: tl.constexpr, KEEP: tl.constexpr, SCOPE: tl.constexpr, AMD: tl.constexpr,
 ):  # fmt: skip
     """Decodes up to TOKENS_TO_DECODE tokens after FIRST_TOKEN; grid (ranks on this device * P,).
 
@@ -114,7 +114,7 @@ def decode(
         embed_phase(me, token, p, P, LR, LP, D, BR_ROWS, WEIGHT, SCOPE, AMD)
         stream += P
         if (rank == 0) & (p == 0):
-            post_control(me, number, R)
+            post_control(me, number, R, AMD)
         for index in range(N):
             layer = layers + index * mem.LAYER_WORDS
             here = place + (2 * index << 4)
@@ -132,8 +132,8 @@ def decode(
             polls, waited = rows_phase(
                 me, pointer(layer, mem.OUT_WEIGHT, WEIGHT), 2 * index, schedule, own, message_base,
                 lane_slot, slot_lane, blocks, attended, rank, p, here + 2, limit, R, P, LR, LP, LOG_LP, NODES,
-                S, LOG_S, VALID, GENERATIONS, ROW, D, H * E, BR_ROWS, BK_OUT, OUT_LANE, True, H, E, NB, NBP,
-                SCOPE, AMD,
+                S, LOG_S, VALID, GENERATIONS, ROW, D, H * E, BR_ROWS, BK_OUT, OUT_LANE, OUT_ROW, True, H, E,
+                NB, NBP, SCOPE, AMD,
             )  # fmt: skip
             counted += polls
             landed += waited
@@ -145,7 +145,7 @@ def decode(
             polls, waited = rows_phase(
                 me, pointer(layer, mem.DOWN_WEIGHT, WEIGHT), 2 * index + 1, schedule, own, message_base, lane_slot,
                 slot_lane, 0, units, rank, p, here + 4, limit, R, P, LR, LP, LOG_LP, NODES, S, LOG_S, VALID,
-                GENERATIONS, ROW, D, F, BR_ROWS, BK_DOWN, DOWN_LANE, False, H, E, NB, NBP, SCOPE, AMD,
+                GENERATIONS, ROW, D, F, BR_ROWS, BK_DOWN, DOWN_LANE, DOWN_ROW, False, H, E, NB, NBP, SCOPE, AMD,
             )  # fmt: skip
             counted += polls
             landed += waited
@@ -166,7 +166,7 @@ def decode(
             ready = stream
         counted += head_phase(
             me, lane_slot, parity, ready, rank, p, here + 6, limit, eps, KIND, R, P, LR, LP, LOG_LP, NODES, LS, V, C, D,
-            BR_HEAD, BK_HEAD, WEIGHT, FINAL_LANE, SCOPE, AMD,
+            BR_HEAD, BK_HEAD, WEIGHT, FINAL_LANE, HEAD_ALIGN, SCOPE, AMD,
         )  # fmt: skip
         token, more_scored, more_selected, polls, waited = draw_phase(
             me, launch, knobs, t, parity, scored, selected, position + 1, rank, p, here + 7, limit,

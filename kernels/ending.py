@@ -98,7 +98,8 @@ def head_phase(
     me, lane_slot, parity, target, rank, p, place, limit, eps,
     KIND: tl.constexpr, R: tl.constexpr, P: tl.constexpr, LR: tl.constexpr, LP: tl.constexpr, LOG_LP: tl.constexpr,
     NODES: tl.constexpr, LS: tl.constexpr, V: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BR: tl.constexpr,
-    BK: tl.constexpr, WEIGHT: tl.constexpr, NORM_LANE: tl.constexpr, SCOPE: tl.constexpr, AMD: tl.constexpr,
+    BK: tl.constexpr, WEIGHT: tl.constexpr, NORM_LANE: tl.constexpr, ALIGN: tl.constexpr, SCOPE: tl.constexpr,
+    AMD: tl.constexpr,
 ):  # fmt: skip
     """Logits of this rank's part of the head, sent to every rank's logit box."""
     TILES: tl.constexpr = (C + BR - 1) // BR
@@ -117,7 +118,7 @@ def head_phase(
             p_x = pointer(me, mem.STREAM, tl.float32)
         STRIDE: tl.constexpr = 1 if KIND == JOINED else P
         item = p * LR if KIND == JOINED else p
-        lane, row, rows, offset = head_tile(item, offsets, KIND, LR, TILES, BR, C, D)
+        lane, row, rows, offset = head_tile(item, offsets, KIND, LR, TILES, BR, C, D, ALIGN)
         w = load_tile(p_w, offset, rows, 0, D, BR, BK)
         polls = wait_for(me, WAIT, target, rank, p, place, limit, R, SCOPE)
         while item < ITEMS:
@@ -125,7 +126,9 @@ def head_phase(
             if KIND == JOINED:
                 if following % LR == 0:
                     following += (P - 1) * LR
-            next_lane, next_row, next_rows, next_offset = head_tile(following, offsets, KIND, LR, TILES, BR, C, D)
+            next_lane, next_row, next_rows, next_offset = head_tile(
+                following, offsets, KIND, LR, TILES, BR, C, D, ALIGN
+            )
             own_x = 0 if KIND <= NORMED_SUM else lane * D
             own_norm = 0 if KIND <= NORMED_SUM else lane * NORM_LANE
             out, w = matvec_tile(
@@ -152,7 +155,7 @@ def head_phase(
 @triton.jit
 def head_tile(
     item, offsets, KIND: tl.constexpr, LR: tl.constexpr, TILES: tl.constexpr, BR: tl.constexpr, C: tl.constexpr,
-    D: tl.constexpr,
+    D: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """(lane, first row, rows left, offset) of an item of the head; no rows beyond the last."""
     if KIND == JOINED:
@@ -161,5 +164,5 @@ def head_tile(
         lane, tile = item // TILES, item % TILES
     inside = item < LR * TILES
     row = tile * BR
-    offset = tl.multiple_of(tl.load(offsets + lane, mask=inside, other=0), 16)
+    offset = tl.multiple_of(tl.load(offsets + lane, mask=inside, other=0), ALIGN)
     return lane, row, tl.where(inside, C - row, 0), offset + tl.cast(row, tl.int64) * D

@@ -12,13 +12,19 @@ ATTENTION = tl.constexpr(2)
 
 
 @triton.jit
-def load_tile(p_w, offset, rows, column, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):
-    """Weights [BR, BK] from `offset` elements on; rows beyond `rows` and columns beyond K are 0 and not read."""
+def load_tile(
+    p_w, offset, rows, column, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, STRIDE: tl.constexpr = 0
+):  # fmt: skip
+    """Weights [BR, BK] from `offset` elements on; rows beyond `rows` and columns beyond K are 0 and not read.
+
+    STRIDE: elements from one row to the next, if not K.
+    """
+    ROW: tl.constexpr = STRIDE if STRIDE > 0 else K
     i_r, i_k = tl.arange(0, BR), column + tl.arange(0, BK)
     m_tile = (i_r < rows)[:, None]
     if K % BK != 0:
         m_tile = m_tile & (i_k < K)[None, :]
-    pointers = p_w + offset + (i_r[:, None] * K + i_k[None, :])
+    pointers = p_w + offset + (i_r[:, None] * ROW + i_k[None, :])
     return tl.load(pointers, mask=m_tile, other=0.0, eviction_policy="evict_first")
 
 
@@ -46,11 +52,12 @@ def joined(p_x, p_scale, i_k, m_k, blocks, E: tl.constexpr, NB: tl.constexpr, NB
 def matvec_tile(
     w, p_w, offset, rows, next_offset, next_rows, p_x, p_scale, blocks, eps,
     INPUT: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
-    E: tl.constexpr, NB: tl.constexpr, NBP: tl.constexpr,
+    E: tl.constexpr, NB: tl.constexpr, NBP: tl.constexpr, STRIDE: tl.constexpr = 0,
 ):  # fmt: skip
     """Rows of a matrix times a vector, float32 [BR]; `w` holds the tile's first columns, and the next tile's come back.
 
     INPUT: PLAIN x [K]; NORMED x [K] with RMSNorm scale p_scale [K] (arXiv 1910.07467); ATTENTION blocks, see `joined`.
+    STRIDE as in `load_tile`.
     """
     acc = tl.zeros((BR, BK), tl.float32)
     squares = tl.zeros((BK,), tl.float32)
@@ -59,7 +66,7 @@ def matvec_tile(
         # Weights of the next step are asked for before this step's are used.
         following = load_tile(
             p_w, tl.where(more, offset, next_offset), tl.where(more, rows, next_rows),
-            tl.where(more, column + BK, 0), K, BR, BK,
+            tl.where(more, column + BK, 0), K, BR, BK, STRIDE,
         )  # fmt: skip
         i_k = column + tl.arange(0, BK)
         m_k = i_k < K

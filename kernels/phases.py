@@ -154,8 +154,9 @@ def rows_phase(
     me, p_w, module, schedule, own, message_base, lane_slot, slot_lane, blocks, target, rank, p, place, limit,
     R: tl.constexpr, P: tl.constexpr, LR: tl.constexpr, LP: tl.constexpr, LOG_LP: tl.constexpr, NODES: tl.constexpr,
     S: tl.constexpr, LOG_S: tl.constexpr, VALID: tl.constexpr, GENERATIONS: tl.constexpr, ROW: tl.constexpr,
-    D: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, LANE: tl.constexpr, IS_OUT: tl.constexpr,
-    H: tl.constexpr, E: tl.constexpr, NB: tl.constexpr, NBP: tl.constexpr, SCOPE: tl.constexpr, AMD: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, LANE: tl.constexpr, STRIDE: tl.constexpr,
+    IS_OUT: tl.constexpr, H: tl.constexpr, E: tl.constexpr, NB: tl.constexpr, NBP: tl.constexpr, SCOPE: tl.constexpr,
+    AMD: tl.constexpr,
 ):  # fmt: skip
     """A module's partials: this program's rows of every lane's, sent, kept, and landed as the schedule says.
 
@@ -176,8 +177,8 @@ def rows_phase(
         else:
             p_in = pointer(me, mem.UNITS, tl.float32)
             p_scale = p_in
-        offset = tl.cast(p, tl.int64) * (BR * K)
-        w = load_tile(p_w, offset, D - p * BR, 0, K, BR, BK)
+        offset = tl.cast(p, tl.int64) * (BR * STRIDE)
+        w = load_tile(p_w, offset, D - p * BR, 0, K, BR, BK, STRIDE)
         counted = wait_for(me, WAIT, target, rank, p, place, limit, R, SCOPE)
         for tile in range(p, TILES, P):
             rows = tile * BR + tl.arange(0, BR)
@@ -186,16 +187,16 @@ def rows_phase(
                 turn = lane + 1 == LR
                 next_lane, next_tile = tl.where(turn, 0, lane + 1), tl.where(turn, tile + P, tile)
                 next_rows = tl.where(next_tile < TILES, D - next_tile * BR, 0)
-                next_offset = tl.cast(next_lane, tl.int64) * LANE + tl.cast(next_tile, tl.int64) * (BR * K)
+                next_offset = tl.cast(next_lane, tl.int64) * LANE + tl.cast(next_tile, tl.int64) * (BR * STRIDE)
                 if IS_OUT:
                     out, w = matvec_tile(
                         w, p_w, offset, D - tile * BR, next_offset, next_rows, p_in + lane * (H * NB * E),
-                        p_scale + lane * (H * NB * 2), blocks, 0.0, ATTENTION, K, BR, BK, E, NB, NBP,
+                        p_scale + lane * (H * NB * 2), blocks, 0.0, ATTENTION, K, BR, BK, E, NB, NBP, STRIDE,
                     )  # fmt: skip
                 else:
                     out, w = matvec_tile(
                         w, p_w, offset, D - tile * BR, next_offset, next_rows, p_in + lane * K, p_scale, 0, 0.0,
-                        PLAIN, K, BR, BK, 1, 1, 1,
+                        PLAIN, K, BR, BK, 1, 1, 1, STRIDE,
                     )  # fmt: skip
                 tl.store(p_ring + lane * D + rows, out, mask=m_rows)
                 offset = next_offset

@@ -13,6 +13,13 @@ from laneformer.config import LaneConfig
 from laneformer.schedule import Own, Schedule
 
 COUNTERS = ("stream", "qkv", "attention", "middle", "hidden_units", "final", "scores", "select")
+# Words of what peers write beside messages: an abort block (as in kernels/sync.py), and control words.
+ABORT_WORDS = 16
+CONTROL_WORDS = 16
+# Logit boxes of two tokens are enough: a rank needs its peers' logits of a token before it can begin the next.
+LOGIT_GENERATIONS = 2
+# Parts of shared memory begin at multiples of so many words.
+PART_WORDS = 64
 
 
 class PlanError(ValueError):
@@ -102,6 +109,11 @@ def ring_generations(schedule: Schedule, ends: bool) -> int:
         reader_done = done_before[done_before[s] - 1]
         need = max(need, s - reader_done + 1)
     return need
+
+
+def shared_words(config: LaneConfig, schedule: Schedule, ranks: int) -> int:
+    """Words that peers write into on one rank, whatever the device."""
+    return Plan(config, schedule, ranks, DeviceShape(1), 1).shared_words
 
 
 def message_order(schedule: Schedule, ends: bool) -> tuple[int, ...]:
@@ -220,6 +232,33 @@ class Plan:
     def generations(self) -> int:
         """Messages a mailbox holds."""
         return ring_generations(self.schedule, self.sends_at_end)
+
+    @property
+    def logit_slots(self) -> int:
+        """Slots of a logit message: one, unless all lanes of a head are added up."""
+        if self.config.lm_head_type != "lane":
+            return 1
+        return self.ranks if self.presummed else self.slots
+
+    @property
+    def shared_sizes(self) -> dict[str, int]:
+        """Words of each part of what peers write into, in order."""
+        return {
+            "box": self.generations * self.slots * self.config.hidden_size,
+            "logit_box": LOGIT_GENERATIONS * self.logit_slots * self.config.vocab_size,
+            "abort": ABORT_WORDS,
+            "control": CONTROL_WORDS,
+        }
+
+    @property
+    def shared_words(self) -> int:
+        """Words of all of it."""
+        return sum(-(-size // PART_WORDS) * PART_WORDS for size in self.shared_sizes.values())
+
+    @property
+    def signals_per_token(self) -> int:
+        """More than any counter grows during a token."""
+        return (self.config.num_hidden_layers + 32) * self.programs
 
     @property
     def most_lands(self) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from laneformer.kernels.interpreted import mended
 from laneformer.kernels.memory_model import Memory, Region, SequentialMemory
 from laneformer.kernels.weak_memory import WeakMemory
 
@@ -154,7 +155,7 @@ def simulate(
     model = WeakMemory(regions, ranks, rng) if memory == "weak" else SequentialMemory(regions)
     scheduler = Scheduler(seed, model, patience, most_switches)
     scheduler.main = greenlet.getcurrent()
-    with patched(scheduler):
+    with patched(scheduler), mended():
         for launch in launches:
             for program, body in bodies(launch, len(scheduler.programs)):
                 program.greenlet = greenlet.greenlet(guarded(scheduler, program, body))
@@ -267,9 +268,6 @@ def patched(scheduler: Scheduler) -> Iterator[None]:
     kept = {name: builder.__dict__[name] for name in (
         "create_load", "create_store", "create_masked_load", "create_masked_store", "create_atomic_cas",
         "create_atomic_rmw", "create_barrier", "create_get_program_id", "create_get_num_programs")}  # fmt: skip
-    kept_patch = interpreter._patch_lang
-    scopes_open: list[Any] = []
-    done: set[Any] = set()
 
     def current() -> Program:
         assert scheduler.running is not None
@@ -320,13 +318,6 @@ def patched(scheduler: Scheduler) -> Iterator[None]:
     def count(self: Any, axis: int) -> Any:
         return handle(np.array([current().grid[axis]], dtype=np.int32), tl_int)
 
-    def patch_once(function: Any) -> Any:
-        # Triton patches its language anew at every call of a device function, which takes most of the time.
-        if function not in done:
-            done.add(function)
-            scopes_open.append(kept_patch(function))
-        return scopes_open[-1]
-
     tl_bool, tl_int = interpreter.tl.int1, interpreter.tl.int32
     new = {"create_load": plain_load, "create_store": plain_store, "create_masked_load": load,
            "create_masked_store": store, "create_atomic_cas": cas, "create_atomic_rmw": rmw, "create_barrier": barrier,
@@ -334,11 +325,7 @@ def patched(scheduler: Scheduler) -> Iterator[None]:
     try:
         for name, function in new.items():
             setattr(builder, name, function)
-        interpreter._patch_lang = patch_once
         yield
     finally:
-        interpreter._patch_lang = kept_patch
         for name, function in kept.items():
             setattr(builder, name, function)
-        for scope in reversed(scopes_open):
-            scope.restore()

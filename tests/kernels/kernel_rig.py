@@ -12,6 +12,7 @@ from laneformer.infer.sampling import Sampling
 from laneformer.infer.weights import RankWeights
 from laneformer.kernels.buffers import RankMemory, Tables, constants, new_shared
 from laneformer.kernels.decode import decode
+from laneformer.kernels.interpreted import mended
 from laneformer.kernels.plan import DeviceShape, Plan
 from laneformer.schedule import Schedule
 from laneformer.view import turns
@@ -31,7 +32,7 @@ class Rig:
         for tensor in (*cache.k, *cache.v):
             tensor.fill_(torch.nan)
         self.shared = new_shared(self.plan)
-        self.memory = RankMemory(self.plan, 0, weights, cache.k, cache.v, [self.shared], capacity, True)
+        self.memory = RankMemory(self.plan, 0, weights, cache.k, cache.v, [self.shared], capacity, capacity)
         cos, sin = turns(config, torch.arange(capacity)[None], torch.float32)
         self.tables = Tables.of(self.plan, 0, cos[0, 0, 0], sin[0, 0, 0])
         self.constants = constants(self.plan, weights, True)
@@ -53,10 +54,12 @@ class Rig:
         )
         knobs = torch.tensor([sampling.temperature, sampling.top_p, sampling.repetition_penalty], dtype=torch.float64)
         tables = self.tables
-        decode[(1,)](
+        arguments = (
             self.memory.table, launch, knobs, torch.tensor([*stops, 0], dtype=torch.int32), tables.schedule, tables.own,
-            tables.lane_slot, tables.slot_lane, tables.cos, tables.sin, self.config.norm_eps, **self.constants,
+            tables.lane_slot, tables.slot_lane, tables.cos, tables.sin, self.config.norm_eps,
         )  # fmt: skip
+        with mended():
+            decode[(1,)](*arguments, **self.constants)
         found = int(self.memory.tensors["RESULT"][0])
         self.done += found
         logits = self.memory.tensors["LOGITS"].view(-1, self.config.vocab_size)[:found]

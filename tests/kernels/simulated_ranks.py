@@ -45,7 +45,7 @@ class Ranks:
         for rank, held in enumerate(weights):
             cache = KVCache(config, capacity, 1, len(held.lanes), held.dtype)
             self.caches.append(cache)
-            memory = RankMemory(self.plan, rank, held, cache.k, cache.v, self.shared, capacity, True)
+            memory = RankMemory(self.plan, rank, held, cache.k, cache.v, self.shared, capacity, capacity)
             self.memories.append(memory)
             self.tables.append(Tables.of(self.plan, rank, cos[0, 0, 0], sin[0, 0, 0]))
             self.constants.append(constants(self.plan, held, True))

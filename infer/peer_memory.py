@@ -1,0 +1,81 @@
+"""Memory that the ranks of a run write into each other's: a block shared by processes, or GPUs' symmetric memory.
+
+On GPUs every pair is tried before it is trusted: links may be advertised and still drop what is written over them.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laneformer.infer.shared_memory import SharedBlock
+
+# Words behind the mailboxes in which peers try to write.
+PROBE_WORDS = 64
+PROBE_LIMIT_S = 10.0
+NAP_S = 1e-3
+
+
+class PeerMemoryError(RuntimeError):
+    """The ranks cannot write into each other's memory; the message says which cannot reach which."""
+
+
+def in_block(block: SharedBlock, offset: int, words: int, ranks: int) -> list[Tensor]:
+    """Each rank's int32 words in a block that the processes of this machine share, from a byte offset on."""
+    every = block.array("<i4", offset, ranks * words).reshape(ranks, words)
+    return [torch.from_numpy(row) for row in every]
+
+
+def on_gpus(words: int, device: torch.device) -> list[Tensor]:
+    """Every rank's int32 words on its own GPU, as this rank reaches them, after each pair has been tried.
+
+    Raises PeerMemoryError on all ranks alike.
+    """
+    import torch.distributed._symmetric_memory as symmetric
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    peers: list[Tensor] = []
+    why = ""
+    try:
+        buffer = symmetric.empty(words + PROBE_WORDS, dtype=torch.int32, device=device)
+        buffer.fill_(-1)
+        group: Any = dist.group.WORLD
+        handle = symmetric.rendezvous(buffer, group)
+        peers = [
+            buffer if peer == rank else handle.get_buffer(peer, (words + PROBE_WORDS,), torch.int32)
+            for peer in range(ranks)
+        ]
+    except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
+        why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    agree(not why, device, why or "another rank could not share its memory")
+    # No probe may arrive before the memory it goes to has been filled, which all ranks have done by now.
+    missing = probe([peer[words:] for peer in peers], rank)
+    said = "" if not missing else f"what ranks {missing} wrote into rank {rank}'s memory did not arrive"
+    agree(not missing, device, said or "another pair of GPUs cannot")
+    return [peer[:words] for peer in peers]
+
+
+def probe(areas: list[Tensor], rank: int, limit_s: float = PROBE_LIMIT_S) -> list[int]:
+    """Writes a word into every rank's area, and waits for every rank's in its own; the ranks whose did not come."""
+    for area in areas:
+        area[rank].fill_(1000 + rank)
+    wanted = torch.arange(len(areas)) + 1000
+    deadline = time.monotonic() + limit_s
+    while True:
+        found = areas[rank][: len(areas)].cpu()
+        missing = (found != wanted).nonzero().flatten().tolist()
+        if not missing or time.monotonic() > deadline:
+            return missing
+        time.sleep(NAP_S)
+
+
+def agree(fine: bool, device: torch.device, why: str) -> None:
+    """Raises PeerMemoryError on every rank unless all are fine; waits for all of them."""
+    votes = torch.tensor(float(fine), device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+    if not votes.item():
+        raise PeerMemoryError(why)
