@@ -7,6 +7,7 @@ preset.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ def shapes_only(config: LaneConfig, lanes: tuple[int, ...]) -> Any:
     """Weights of a rank that have shapes and strides but no memory, as kernels/buffers.py reads them."""
     import torch
 
+    # As infer/weights.py packs them for GPUs: an output matrix's lanes lie column beside column.
     def empty(*shape: int) -> Any:
         return torch.empty(shape, device="meta", dtype=torch.bfloat16)
 
@@ -34,8 +36,9 @@ def shapes_only(config: LaneConfig, lanes: tuple[int, ...]) -> Any:
     units, size, count = config.intermediate_size // config.num_lanes, config.head_size, len(lanes)
     layer = SimpleNamespace(
         attention_norm_LD=empty(count, width), qkv_LOI=empty(count, (heads + 2 * kv_heads) * size, width),
-        out_LOI=empty(count, width, heads * size), ffn_norm_LD=empty(count, width),
-        gate_up_LOI=empty(count, 2 * units, width), down_LOI=empty(count, width, units), q_norm_E=None, k_norm_E=None,
+        out_LOI=empty(width, count, heads * size).transpose(0, 1), ffn_norm_LD=empty(count, width),
+        gate_up_LOI=empty(count, 2 * units, width), down_LOI=empty(width, count, units).transpose(0, 1),
+        q_norm_E=None, k_norm_E=None,
     )  # fmt: skip
     rows = -(-config.vocab_size // config.num_lanes)
     return SimpleNamespace(
@@ -57,8 +60,44 @@ def decode_2b(target: str, ranks: int, programs: int, tile: int, warps: int) -> 
     return Entry(decode, DECODE_TYPES, sizes, warps=warps, buffer_ops=False)
 
 
+# Functions of kernels/standalone.py.
+TILES = (
+    "rms_norm", "matvec", "normed_matvec", "gated_units", "decode_attention", "attention_output", "tree_sum",
+    "post_partials", "land_partials", "post_logits", "gumbel", "draw",
+)  # fmt: skip
+
+
+def type_of(value: Any) -> str:
+    """An argument's type as triton writes it."""
+    import torch
+
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
+             torch.int8: "i8", torch.int32: "i32", torch.int64: "i64"}  # fmt: skip
+    if isinstance(value, torch.Tensor):
+        return f"*{names[value.dtype]}"
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def tile_2b(target: str, tile: str, ranks: int) -> Entry:
+    """A stand-alone tile at the sizes of one of `ranks` ranks of the 2b preset, as kernels/tile_bench.py has it."""
+    import torch
+
+    from laneformer.kernels.standalone_launches import WARPS
+    from laneformer.kernels.tile_bench import cases
+
+    sized = cases(LaneConfig.preset("2b"), ranks, torch.bfloat16, torch.device("meta"))
+    launch = next(case for case in sized if case.tile == tile).prepare()
+    constants = dict(launch.constants)
+    if "AMD" in constants:
+        constants["AMD"] = target.startswith("gfx")
+    types = [type_of(value) for value in launch.arguments]
+    signature = dict(zip(launch.kernel.arg_names[: len(types)], types, strict=True))
+    return Entry(launch.kernel, signature, constants, warps=WARPS, buffer_ops=False)
+
+
 # By name, from a target to what is compiled for it.
 ENTRIES: dict[str, Callable[[str], Entry]] = {
     "decode of the 2b on 1 of 8 devices, 8 warps": lambda target: decode_2b(target, 8, 132, 16384, 8),
     "decode of the 2b on 1 device, 8 warps": lambda target: decode_2b(target, 1, 132, 16384, 8),
+    **{f"{tile} of the 2b on 1 of 8 devices": partial(tile_2b, tile=tile, ranks=8) for tile in TILES},
 }
