@@ -1,4 +1,4 @@
-"""The `infer` command: generate, check, bench, cost, eval."""
+"""The `infer` command: generate, check, bench, cost, plan, eval."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from laneformer.infer.cli_support import (
 )
 from laneformer.infer.eval_cli import evaluate
 from laneformer.infer.limits import WAIT_LIMIT_S
+from laneformer.infer.plan_cli import plan
 from laneformer.terminal import run_command
 
 app = typer.Typer(
@@ -249,6 +250,7 @@ def cost(
             write_json(report, json_file)
 
 
+app.command("plan")(plan)
 app.command("eval")(evaluate)
 
 
