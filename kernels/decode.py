@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from laneformer.kernels import memory as mem
-from laneformer.kernels.aborts import PHASES as PHASES
 from laneformer.kernels.draw import draw_phase
 from laneformer.kernels.ending import NORMED_SUM, embed_phase, final_phase, head_phase
 from laneformer.kernels.phases import attention_phase, own_abort, qkv_phase, rows_phase, units_phase
@@ -75,12 +74,13 @@ def decode(
     """Decodes up to TOKENS_TO_DECODE tokens after FIRST_TOKEN; grid (ranks on this device * P,).
 
     ranks: int64 [ranks on this device, RANK_WORDS] of kernels/memory.py. schedule [2N + 1, ROW] and own [2N] as
-    Plan.schedule_rows gives them; cos, sin [positions, E / 2].
+    Plan.schedule_rows gives them; lane_slot [ranks on this device, NODES]; cos, sin [positions, E / 2].
     """
     pid = tl.program_id(0)
     p = pid % P
     me = ranks + (pid // P) * mem.RANK_WORDS
     rank = tl.load(me + mem.RANK).to(tl.int32)
+    lane_slot += (pid // P) * NODES
     layers = pointer(me, mem.LAYERS, tl.int64)
     targets = pointer(me, mem.TARGETS, tl.int32)
     limit = tl.load(launch + mem.WAIT_LIMIT).to(tl.int32)

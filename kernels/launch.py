@@ -111,7 +111,7 @@ class RankLaunch:
         options: dict[str, Any] = {}
         if device.type != "cpu":
             # A grid too large to be resident is then an error, not a hang.
-            options = {"num_warps": WARPS, "launch_cooperative_grid": True}
+            options = {"num_warps": WARPS, "num_stages": 1, "launch_cooperative_grid": True}
         with compiled_for(self._amd) if device.type != "cpu" else mended():
             decode[(self.plan.programs,)](*arguments, **self._constants[keep], **options)
         if device.type != "cpu":

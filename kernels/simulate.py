@@ -65,6 +65,7 @@ class Program:
         # What each polled place held last, and the memory's version when the last poll found nothing new.
         self.seen: dict[int, bytes] = {}
         self.quiet_at: int | None = None
+        self.chosen_at = 0
         self.polled: tuple[int, Any] = (0, None)
 
     def __str__(self) -> str:
@@ -117,8 +118,12 @@ class Scheduler:
             # Now and then one that waits in vain polls again.
             choice = awake if awake and self.rng.random() < 0.95 else live
             chosen = self.rng.choices(choice, [speeds[program.number] for program in choice])[0]
+            if vain:
+                # Before it counts as a deadlock every program has had its turns, slow ones too.
+                chosen = min(live, key=lambda program: program.chosen_at)
             self.running = chosen
             self.switches += 1
+            chosen.chosen_at = self.switches
             if self.switches > self.most_switches:
                 raise Deadlock(f"no end after {self.most_switches} switches\n" + report(live, self.memory))
             chosen.greenlet.switch()

@@ -78,7 +78,7 @@ class Ranks:
                     table.slot_lane, table.cos, table.sin, self.config.norm_eps)  # fmt: skip
             sizes = self.constants[rank] | changes
             launches.append(Launch(kernel or true_decode.decode, (self.plan.programs,), args, sizes, rank))
-        patience = 3 if limit >= 100000 else 10 * limit
+        patience = 6 if limit >= 100000 else 10 * limit
         report = simulate(launches, seed, memory, self.names(), patience)
         found = int(self.memories[0].tensors["RESULT"][0])
         self.done += found
