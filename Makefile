@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test test-slow test-triton lint types bench clean help
+.PHONY: setup demo test test-slow test-triton wheel gpu-check lint types bench clean help
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s:
@@ -28,6 +28,14 @@ test-slow: setup  ## what takes minutes
 
 test-triton: setup  ## compiled-code checks with triton 3.6 and 3.9, in folders of their own under out/triton
 	$(BIN)/python experiments/005_compiled_code/other_versions.py out/triton
+
+wheel: setup  ## the project's own wheel in dist/, and the commit it is from
+	rm -f dist/laneformer-*.whl
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir dist .
+	git rev-parse --short=12 HEAD > dist/commit.txt
+
+gpu-check: wheel  ## everything that needs a GPU, checked and measured; GPU_CHECK=--tiny rehearses it without one
+	PYTHON=$(BIN)/python experiments/gpu_check/run.sh out/gpu_check $(GPU_CHECK)
 
 lint: setup  ## ruff
 	$(BIN)/ruff check .

@@ -94,19 +94,19 @@ class PersistentRunner(EagerRunner):
 
         if schedule not in self._launches:
             plan = self._plan(schedule)
-            if self._words is None:
-                shared = [new_shared(plan, self._device)]
-            elif plan.shared_words > len(self._words[self.rank]):
-                raise RequestError(
-                    f"schedule {schedule} was not announced when the ranks started; name it in schedules"
-                )
-            else:
-                shared = [shared_in(plan, words) for words in self._words]
             cache, forward = self.forward.cache, self.forward
-            self._launches[schedule] = RankLaunch(
-                plan, self.rank, forward.weights, cache.k, cache.v, shared, forward.cos_TE, forward.sin_TE,
-                self._tokens,
-            )  # fmt: skip
+            # Requests are served in inference mode, whose tensors could not be written to outside of it.
+            with torch.inference_mode(False):
+                if self._words is None:
+                    shared = [new_shared(plan, self._device)]
+                elif plan.shared_words <= len(self._words[self.rank]):
+                    shared = [shared_in(plan, words) for words in self._words]
+                else:
+                    raise RequestError(f"schedule {schedule} was not announced when the ranks started")
+                self._launches[schedule] = RankLaunch(
+                    plan, self.rank, forward.weights, cache.k, cache.v, shared, forward.cos_TE, forward.sin_TE,
+                    self._tokens,
+                )  # fmt: skip
         launch = self._launches[schedule]
         if self._ready != schedule:
             # Nobody may write into a mailbox before its owner has cleared it, nor clear one that is still read.

@@ -94,29 +94,25 @@ class RankLaunch:
             raise ValueError(f"a launch decodes 1..{1 if keep else self.tokens} tokens, got {count}")
         if self._counted * self.plan.signals_per_token > COUNTER_LIMIT:
             self._restart_counters()
-        tensors, device = self.memory.tensors, self.device
-        tensors["TOKENS"].fill_(-1)
-        tensors["CANCEL"].zero_()
-        polls = min(int(limit_s * POLLS_PER_S["cpu" if device.type == "cpu" else "cuda"]), 2**31 - 1)
-        seed, top_k = (signed(sampling.seed), sampling.top_k) if sampling else (0, 0)
-        told = [count, position, token, self.decoded, polls, seed, top_k, len(stops)]
-        knobs = [sampling.temperature, sampling.top_p, sampling.repetition_penalty] if sampling else [0.0, 1.0, 1.0]
-        tables = self.tables
-        arguments = (
-            self.memory.table, torch.tensor(told, device=device),
-            torch.tensor(knobs, dtype=torch.float64, device=device),
-            torch.tensor([*stops, 0], dtype=torch.int32, device=device), tables.schedule, tables.own, tables.lane_slot,
-            tables.slot_lane, tables.cos, tables.sin, self.plan.config.norm_eps,
-        )  # fmt: skip
-        options: dict[str, Any] = {}
-        if device.type != "cpu":
-            # A grid too large to be resident is then an error, not a hang.
-            options = {"num_warps": WARPS, "num_stages": 1, "launch_cooperative_grid": True}
+        device = self.device
+        self.memory.tensors["TOKENS"].fill_(-1)
+        self.memory.tensors["CANCEL"].zero_()
+        told = told_words(token, position, count, self.decoded, limit_s, sampling, stops, device)
+        arguments = (self.memory.table, *told, *shared_arguments(self.tables, self.plan))
         with compiled_for(self._amd) if device.type != "cpu" else mended():
-            decode[(self.plan.programs,)](*arguments, **self._constants[keep], **options)
+            decode[(self.plan.programs,)](*arguments, **self._constants[keep], **options_of(device))
         if device.type != "cpu":
             self._done = torch.cuda.Event()
             self._done.record()
+
+    def compile(self, keep: bool = False) -> None:
+        """Compiles for the GPU without launching; later launches find it in Triton's cache on disk."""
+        told = told_words(0, 0, 1, 0, 1.0, None, (), self.device)
+        arguments = (self.memory.table, *told, *shared_arguments(self.tables, self.plan))
+        # As Any: only a compiled kernel has it.
+        kernel: Any = decode
+        with compiled_for(self._amd):
+            kernel.warmup(*arguments, grid=(self.plan.programs,), **self._constants[keep], **options_of(self.device))
 
     def _restart_counters(self) -> None:
         """Zeroes what only this rank counts; its programs are all gone between launches."""
@@ -160,6 +156,35 @@ class RankLaunch:
         """Polls beyond the first in the last launch, all programs together: for the rank's own, and for messages."""
         own, messages = self.memory.tensors["WAITS"].view(-1, 2).sum(0).tolist()
         return own, messages
+
+
+def told_words(
+    token: int, position: int, count: int, decoded: int, limit_s: float, sampling: Settings | None,
+    stops: Sequence[int], device: torch.device,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """What a launch is told: int64 words and float64 knobs in the order of kernels/memory.py, then stop ids."""
+    polls = min(int(limit_s * POLLS_PER_S["cpu" if device.type == "cpu" else "cuda"]), 2**31 - 1)
+    seed, top_k = (signed(sampling.seed), sampling.top_k) if sampling else (0, 0)
+    knobs = [sampling.temperature, sampling.top_p, sampling.repetition_penalty] if sampling else [0.0, 1.0, 1.0]
+    return (
+        torch.tensor([count, position, token, decoded, polls, seed, top_k, len(stops)], device=device),
+        torch.tensor(knobs, dtype=torch.float64, device=device),
+        torch.tensor([*stops, 0], dtype=torch.int32, device=device),
+    )
+
+
+def shared_arguments(tables: Tables, plan: Plan) -> tuple[Any, ...]:
+    """What all launches of a plan are given alike."""
+    return (
+        tables.schedule, tables.own, tables.lane_slot, tables.slot_lane, tables.cos, tables.sin, plan.config.norm_eps,
+    )  # fmt: skip
+
+
+def options_of(device: torch.device) -> dict[str, Any]:
+    """Launch options: on a GPU a grid too large to be resident is an error, not a hang."""
+    if device.type == "cpu":
+        return {}
+    return {"num_warps": WARPS, "num_stages": 1, "launch_cooperative_grid": True}
 
 
 def signed(seed: int) -> int:
