@@ -6,6 +6,7 @@ On GPUs every pair is tried before it is trusted: links may be advertised and st
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,33 +31,35 @@ def in_block(block: SharedBlock, offset: int, words: int, ranks: int) -> list[Te
     return [torch.from_numpy(row) for row in every]
 
 
-def on_gpus(words: int, device: torch.device) -> list[Tensor]:
+def on_gpus(words: int, device: torch.device, limit_s: float = PROBE_LIMIT_S) -> list[Tensor]:
     """Every rank's int32 words on its own GPU, as this rank reaches them, after each pair has been tried.
 
-    Raises PeerMemoryError on all ranks alike.
+    limit_s: how long what a peer writes may take to arrive. Raises PeerMemoryError on all ranks alike.
     """
     import torch.distributed._symmetric_memory as symmetric
 
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    peers: list[Tensor] = []
-    why = ""
-    try:
-        buffer = symmetric.empty(words + PROBE_WORDS, dtype=torch.int32, device=device)
-        buffer.fill_(-1)
-        group: Any = dist.group.WORLD
-        handle = symmetric.rendezvous(buffer, group)
-        peers = [
-            buffer if peer == rank else handle.get_buffer(peer, (words + PROBE_WORDS,), torch.int32)
-            for peer in range(ranks)
-        ]
-    except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
-        why = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    agree(not why, device, why or "another rank could not share its memory")
+    rank, ranks, count = dist.get_rank(), dist.get_world_size(), words + PROBE_WORDS
+    buffer, why = attempt(lambda: symmetric.empty(count, dtype=torch.int32, device=device))
+    # Who cannot share must not keep the others waiting where all meet.
+    agree(buffer is not None, device, why or "another rank has no memory to share")
+    buffer.fill_(-1)
+    group: Any = dist.group.WORLD
+    handle, why = attempt(lambda: symmetric.rendezvous(buffer, group))
+    agree(handle is not None, device, why or "another rank could not share its memory")
+    peers = [buffer if peer == rank else handle.get_buffer(peer, (count,), torch.int32) for peer in range(ranks)]
     # No probe may arrive before the memory it goes to has been filled, which all ranks have done by now.
-    missing = probe([peer[words:] for peer in peers], rank)
+    missing = probe([peer[words:] for peer in peers], rank, limit_s)
     said = "" if not missing else f"what ranks {missing} wrote into rank {rank}'s memory did not arrive"
     agree(not missing, device, said or "another pair of GPUs cannot")
     return [peer[:words] for peer in peers]
+
+
+def attempt(call: Callable[[], Any]) -> tuple[Any, str]:
+    """What a call gives, or None and the first line of why it fails."""
+    try:
+        return call(), ""
+    except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
+        return None, next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def probe(areas: list[Tensor], rank: int, limit_s: float = PROBE_LIMIT_S) -> list[int]:

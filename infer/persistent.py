@@ -25,6 +25,7 @@ from laneformer.infer.runners import EagerRunner
 from laneformer.infer.sampling import Sampling
 from laneformer.infer.weights import RankWeights
 from laneformer.kernels.plan import DeviceShape, Plan, PlanError
+from laneformer.kernels.plan_phases import check_plan
 from laneformer.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -75,7 +76,9 @@ class PersistentRunner(EagerRunner):
 
     def _plan(self, schedule: Schedule) -> Plan:
         try:
-            return Plan(self.config, schedule, self.ranks, self._shape, self.capacity)
+            plan = Plan(self.config, schedule, self.ranks, self._shape, self.capacity)
+            check_plan(plan, resident=self._shape.programs)
+            return plan
         except PlanError as error:
             raise RequestError(str(error)) from None
 

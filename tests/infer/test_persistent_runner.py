@@ -13,14 +13,12 @@ from laneformer import Schedule
 from laneformer.infer.engine import all_logits, generate
 from laneformer.infer.exchange import LocalExchange
 from laneformer.infer.mailbox import WaitTimeout
-from laneformer.infer.peer_memory import in_block, probe
 from laneformer.infer.persistent import PersistentError, PersistentRunner
 from laneformer.infer.ranks import RankError, RankSettings
 from laneformer.infer.request import Request, RequestError
 from laneformer.infer.runners import EagerRunner, make_runner
 from laneformer.infer.sampling import Sampling
 from laneformer.infer.session import Session
-from laneformer.infer.shared_memory import SharedBlock
 from laneformer.infer.weights import RankWeights
 from laneformer.kernels.plan import shared_words
 
@@ -186,19 +184,3 @@ def test_what_it_refuses_is_said(small, checkpoint):
     runner = PersistentRunner(half, LocalExchange(), 16, (), lambda count: memory)
     with pytest.raises(RequestError, match="was not announced"):
         runner.step(5, Schedule.parse("ladder", half.config))
-
-
-def test_ranks_see_each_others_words_in_a_block():
-    block = SharedBlock.create(64 + 4 * 2 * 16)
-    first, second = in_block(block, 64, 16, 2), in_block(block, 64, 16, 2)
-    first[1][3] = 7
-    assert second[1].tolist() == [0, 0, 0, 7] + [0] * 12
-    assert second[0].tolist() == [0] * 16
-    block.close()
-
-
-def test_a_probe_names_the_ranks_whose_words_do_not_come():
-    areas = [torch.full((8,), -1, dtype=torch.int32) for _ in range(3)]
-    assert probe(areas, 0, limit_s=0.0) == [1, 2]
-    assert probe(areas, 2, limit_s=0.0) == [1]
-    assert probe(areas, 1, limit_s=0.0) == []
