@@ -6,7 +6,7 @@ On GPUs every pair is tried before it is trusted: links may be advertised and st
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,6 +23,14 @@ NAP_S = 1e-3
 
 class PeerMemoryError(RuntimeError):
     """The ranks cannot write into each other's memory; the message says which cannot reach which."""
+
+
+class Peers(list[Tensor]):
+    """Every rank's words; the rendezvous that they belong to is kept as long as they are."""
+
+    def __init__(self, words: Iterable[Tensor], handle: Any) -> None:
+        super().__init__(words)
+        self.handle = handle
 
 
 def in_block(block: SharedBlock, offset: int, words: int, ranks: int) -> list[Tensor]:
@@ -51,7 +59,7 @@ def on_gpus(words: int, device: torch.device, limit_s: float = PROBE_LIMIT_S) ->
     missing = probe([peer[words:] for peer in peers], rank, limit_s)
     said = "" if not missing else f"what ranks {missing} wrote into rank {rank}'s memory did not arrive"
     agree(not missing, device, said or "another pair of GPUs cannot")
-    return [peer[:words] for peer in peers]
+    return Peers((peer[:words] for peer in peers), handle)
 
 
 def attempt(call: Callable[[], Any]) -> tuple[Any, str]:

@@ -73,6 +73,10 @@ class PersistentRunner(EagerRunner):
         # The schedule whose messages the mailboxes hold, unless a launch left them broken.
         self._ready: Schedule | None = None
         self._seen: list[int] = []
+        if self._device.type != "cpu":
+            # Compiling takes many seconds, which no other rank should have to wait for in the middle of a request.
+            for plan_schedule in dict.fromkeys(schedules):
+                self._prepared(plan_schedule)
 
     def _plan(self, schedule: Schedule) -> Plan:
         try:
@@ -90,8 +94,8 @@ class PersistentRunner(EagerRunner):
             raise PersistentError("there is no memory that its ranks can write to each other's")
         return peer_words(words)
 
-    def _launch(self, schedule: Schedule) -> RankLaunch:
-        """The launches of a schedule, with mailboxes that are ready for it on every rank."""
+    def _prepared(self, schedule: Schedule) -> RankLaunch:
+        """The launches of a schedule, compiled where there is a compiler."""
         from laneformer.kernels.buffers import new_shared, shared_in
         from laneformer.kernels.launch import RankLaunch
 
@@ -110,7 +114,14 @@ class PersistentRunner(EagerRunner):
                     plan, self.rank, forward.weights, cache.k, cache.v, shared, forward.cos_TE, forward.sin_TE,
                     self._tokens,
                 )  # fmt: skip
-        launch = self._launches[schedule]
+            if self._device.type != "cpu":
+                for keep in (False, True):
+                    self._launches[schedule].compile(keep)
+        return self._launches[schedule]
+
+    def _launch(self, schedule: Schedule) -> RankLaunch:
+        """The launches of a schedule, with mailboxes that are ready for it on every rank."""
+        launch = self._prepared(schedule)
         if self._ready != schedule:
             # Nobody may write into a mailbox before its owner has cleared it, nor clear one that is still read.
             self._meet()
@@ -215,6 +226,8 @@ def check_triton(device: torch.device) -> None:
         if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
             raise PersistentError("triton was imported without its interpreter; set TRITON_INTERPRET=1 before that")
         os.environ["TRITON_INTERPRET"] = "1"
+    elif os.environ.get("TRITON_INTERPRET") == "1":
+        raise PersistentError("TRITON_INTERPRET=1 is set, and the interpreter cannot reach a GPU's memory; unset it")
     if importlib.util.find_spec("triton") is None:
         raise PersistentError("triton is not installed; pip install 'laneformer[kernels]'")
 

@@ -49,12 +49,17 @@ def shapes_only(config: LaneConfig, lanes: tuple[int, ...]) -> Any:
 
 def decode_2b(target: str, ranks: int, programs: int, tile: int, warps: int) -> Entry:
     """The whole decode of the 2b preset on one of `ranks` devices with `programs` programs each."""
+    return decode_of(target, "2b", ranks, DeviceShape(programs, tile=tile), 2048, warps)
+
+
+def decode_of(target: str, preset: str, ranks: int, device: DeviceShape, context: int, warps: int = 8) -> Entry:
+    """The whole decode of a preset on one of `ranks` devices, with a cache of `context` positions."""
     # Kernels are decorated when they are imported, so not before TRITON_INTERPRET has been looked at.
     from laneformer.kernels.buffers import constants
     from laneformer.kernels.decode import decode
 
-    config = LaneConfig.preset("2b")
-    plan = Plan(config, Schedule.from_config(config), ranks, DeviceShape(programs, tile=tile), 2048)
+    config = LaneConfig.preset(preset)
+    plan = Plan(config, Schedule.from_config(config), ranks, device, context)
     weights = shapes_only(config, tuple(range(config.num_lanes // ranks)))
     sizes = constants(plan, weights, amd=target.startswith("gfx"))
     return Entry(decode, DECODE_TYPES, sizes, warps=warps, buffer_ops=False)

@@ -28,8 +28,8 @@ from laneformer.kernels.plan import Plan
 WARPS = 8
 # Counters are zeroed before they reach what an int32 holds.
 COUNTER_LIMIT = 1 << 30
-# Polls a second that a wait makes at least; a limit in seconds is as many polls.
-POLLS_PER_S = {"cpu": 2000, "cuda": 1_000_000}
+# Polls a second that a wait makes at most (on GPUs estimated, not measured); a limit in seconds is as many polls.
+POLLS_PER_S = {"cpu": 2000, "cuda": 4_000_000}
 # Seconds that the host naps between looks at a running kernel.
 NAP_S = 20e-6
 
@@ -70,6 +70,7 @@ class RankLaunch:
         self._amd = amd
         self.decoded = 0
         self._counted = 0
+        self._began: torch.cuda.Event | None = None
         self._done: torch.cuda.Event | None = None
 
     def clear(self) -> None:
@@ -99,10 +100,12 @@ class RankLaunch:
         self.memory.tensors["CANCEL"].zero_()
         told = told_words(token, position, count, self.decoded, limit_s, sampling, stops, device)
         arguments = (self.memory.table, *told, *shared_arguments(self.tables, self.plan))
+        if device.type != "cpu":
+            self._began, self._done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._began.record()
         with compiled_for(self._amd) if device.type != "cpu" else mended():
             decode[(self.plan.programs,)](*arguments, **self._constants[keep], **options_of(device))
-        if device.type != "cpu":
-            self._done = torch.cuda.Event()
+        if self._done is not None:
             self._done.record()
 
     def compile(self, keep: bool = False) -> None:
@@ -147,6 +150,12 @@ class RankLaunch:
         self.decoded += found
         self._counted += found
         return found, read_abort(self.memory.peers[self.rank].abort.tolist(), self.plan, self.rank)
+
+    def elapsed_us(self) -> float | None:
+        """Microseconds that the device took for the last launch, once it has ended; None without a GPU."""
+        if self._began is None or self._done is None:
+            return None
+        return self._began.elapsed_time(self._done) * 1e3
 
     def logits(self) -> Tensor:
         """Logits [V] of the last launch that kept them."""

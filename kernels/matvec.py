@@ -33,19 +33,28 @@ def joined(p_x, p_scale, i_k, m_k, blocks, E: tl.constexpr, NB: tl.constexpr, NB
     """Columns of a lane's attention output [H * E], float32, from what its blocks of positions left.
 
     p_x: weighted values [H, NB, E]; p_scale: largest score and sum of weights [H, NB, 2] (Milakov and Gimelshein,
-    arXiv 1805.02867).
+    arXiv 1805.02867). Blocks are taken a few at a time, so that any number of them fits into registers.
     """
-    i_b = tl.arange(0, NBP)[:, None]
+    FEW: tl.constexpr = NBP if NBP < 16 else 16
     head, e = i_k // E, i_k % E
-    m_tile = (i_b < blocks) & m_k[None, :]
-    place = head[None, :] * NB + i_b
-    most = tl.load(p_scale + place * 2, mask=m_tile, other=float("-inf"))
-    total = tl.load(p_scale + place * 2 + 1, mask=m_tile, other=0.0)
-    largest = tl.max(most, 0)
-    weight = tl.where(m_tile, tl.exp(most - largest[None, :]), 0.0)
-    values = tl.load(p_x + place * E + e[None, :], mask=m_tile, other=0.0)
-    # Columns beyond the last head have no blocks.
-    return tl.sum(values * weight, 0) / tl.where(m_k, tl.sum(total * weight, 0), 1.0)
+    largest = tl.where(m_k, float("-inf"), float("-inf"))
+    total = tl.where(m_k, 0.0, 0.0)
+    out = tl.where(m_k, 0.0, 0.0)
+    for first in range(0, blocks, FEW):
+        i_b = first + tl.arange(0, FEW)[:, None]
+        m_tile = (i_b < blocks) & m_k[None, :]
+        place = head[None, :] * NB + i_b
+        most = tl.load(p_scale + place * 2, mask=m_tile, other=float("-inf"))
+        now = tl.maximum(largest, tl.max(most, 0))
+        # Columns beyond the last head have no blocks, and the first blocks nothing before them.
+        weight = tl.where(m_tile, tl.exp(most - now[None, :]), 0.0)
+        before = tl.where(largest > float("-inf"), tl.exp(largest - now), 0.0)
+        sums = tl.load(p_scale + place * 2 + 1, mask=m_tile, other=0.0)
+        values = tl.load(p_x + place * E + e[None, :], mask=m_tile, other=0.0)
+        total = total * before + tl.sum(sums * weight, 0)
+        out = out * before + tl.sum(values * weight, 0)
+        largest = now
+    return out / tl.where(m_k, total, 1.0)
 
 
 @triton.jit

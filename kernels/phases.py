@@ -77,6 +77,9 @@ def qkv_phase(
         lane, row, rows, offset = next_lane, next_row, next_rows, next_offset
     if p < LR * TILES:
         signal_to(me, mem.C_QKV, SCOPE, AMD)
+    else:
+        # The wait was told to all threads through shared memory, which the next wait uses again.
+        tl.debug_barrier()
     return polls
 
 

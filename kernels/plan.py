@@ -33,7 +33,7 @@ class DeviceShape:
     programs: int
     tile: int = 16384
     most_columns: int = 1024
-    block_positions: int = 128
+    block_positions: int = 32
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -39,6 +39,9 @@ ABORT_EVERY = tl.constexpr(16)
 # Words of an abort block: the code and who set it; then a word that peers set.
 ABORT_WORDS = tl.constexpr(16)
 PEER_WORD = tl.constexpr(8)
+# Threads of a program, of 8 warps or waves (kernels/launch.py).
+NVIDIA_THREADS = tl.constexpr(256)
+AMD_THREADS = tl.constexpr(512)
 OK = tl.constexpr(0)
 TIMEOUT = tl.constexpr(1)
 BROKEN_LOGITS = tl.constexpr(2)
@@ -127,25 +130,49 @@ def volatile(pointers, mask, AMD: tl.constexpr):
 
 
 @triton.jit
+def look(pointers, mask, COPIES: tl.constexpr, AMD: tl.constexpr):
+    """Words [S, N] as memory has them now, or [COPIES, S, N], and whether one is missing."""
+    if COPIES == 1:
+        words = volatile(pointers, mask, AMD)
+        return words, tl.max(tl.max((words == SENTINEL).to(tl.int32), 1), 0)
+    else:
+        S: tl.constexpr = pointers.shape[0]
+        N: tl.constexpr = pointers.shape[1]
+        shape: tl.constexpr = (COPIES, S, N)
+        words = volatile(tl.broadcast_to(pointers[None, :, :], shape), tl.broadcast_to(mask[None, :, :], shape), AMD)
+        return words, tl.max(tl.max(tl.max((words == SENTINEL).to(tl.int32), 2), 1), 0)
+
+
+@triton.jit
 def poll_words(pointers, mask, slots, p_abort, aborts, rank, program, place, limit, R: tl.constexpr, AMD: tl.constexpr):
     """Polls mailbox words [S, N] until all masked ones have arrived: (words, polls beyond the first).
 
-    `slots` [S, 1] numbers the rows; on a time-out the first missing one is recorded.
+    `slots` [S, 1] numbers the rows; on a time-out the first missing one is recorded. All threads of a program must see
+    the same words, or some would go on without the others: a tile with fewer words than threads, which every warp would
+    read for itself, is read as so many copies that each thread has one, and they are compared across warps.
     """
-    words = volatile(pointers, mask, AMD)
-    missing = tl.max(tl.max((words == SENTINEL).to(tl.int32), 1), 0)
+    THREADS: tl.constexpr = AMD_THREADS if AMD else NVIDIA_THREADS
+    SIZE: tl.constexpr = pointers.shape[0] * pointers.shape[1]
+    COPIES: tl.constexpr = THREADS // SIZE if SIZE < THREADS else 1
+    words, missing = look(pointers, mask, COPIES, AMD)
     polls = 0
     stop = 0
     while (missing != 0) & (stop == 0):
         polls += 1
-        words = volatile(pointers, mask, AMD)
-        missing = tl.max(tl.max((words == SENTINEL).to(tl.int32), 1), 0)
+        words, missing = look(pointers, mask, COPIES, AMD)
         if polls % ABORT_EVERY == 0:
             stop = aborted(p_abort)
         if (polls >= limit) & (stop == 0) & (missing != 0):
-            first = tl.min(tl.min(tl.where(words == SENTINEL, slots, 1 << 20), 1), 0)
+            if COPIES == 1:
+                absent = words == SENTINEL
+            else:
+                absent = tl.max((words == SENTINEL).to(tl.int32), 0) != 0
+            first = tl.min(tl.min(tl.where(absent, slots, 1 << 20), 1), 0)
             give_up(p_abort, aborts, rank, 1, program, place, first, -1, R)
             stop = 1
+    if COPIES > 1:
+        # Once none is missing all copies are alike.
+        words = tl.max(words, 0)
     return words, polls
 
 

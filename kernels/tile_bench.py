@@ -16,7 +16,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -295,7 +295,15 @@ def bench_tiles(
     if rounds < 1:
         raise PlanError(f"rounds must be at least 1, got {rounds}")
     check_device(config, dtype, where)
-    return [measure(case, where, rounds) for case in cases(config, ranks, dtype, where)]
+    return list(measured_tiles(config, dtype, where, rounds, ranks))
+
+
+def measured_tiles(
+    config: LaneConfig, dtype: torch.dtype, device: torch.device, rounds: int, ranks: int
+) -> Iterator[dict[str, Any]]:
+    """The rows of `bench_tiles`, each as soon as it is measured."""
+    for case in cases(config, ranks, dtype, device):
+        yield measure(case, device, rounds)
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -360,7 +368,20 @@ def main(given: list[str] | None = None) -> int:
         device = device_of(options.device)
         if options.json and not options.json.absolute().parent.is_dir():
             raise PlanError(f"the folder of {options.json} does not exist")
-        rows = bench_tiles(config, dtype, device, options.rounds, options.ranks)
+        if options.rounds < 1:
+            raise PlanError(f"rounds must be at least 1, got {options.rounds}")
+        check_device(config, dtype, device)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
+        print(f"{name}, {str(dtype).removeprefix('torch.')}, one of {options.ranks} ranks", flush=True)
+        preset = "tiny" if options.tiny else options.preset
+        about = {"device": name, "dtype": str(dtype), "preset": preset, "ranks": options.ranks}
+        rows: list[dict[str, Any]] = []
+        for row in measured_tiles(config, dtype, device, options.rounds, options.ranks):
+            rows.append(row)
+            print(line_of(row), flush=True)
+            if options.json:
+                # After every tile, so that one that fails does not take the others with it.
+                write_json(options.json, {**about, "tiles": rows})
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -368,13 +389,6 @@ def main(given: list[str] | None = None) -> int:
     except RuntimeError as error:
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
-    print(f"{name}, {str(dtype).removeprefix('torch.')}, one of {options.ranks} ranks")
-    print("\n".join(line_of(row) for row in rows))
-    if options.json:
-        preset = "tiny" if options.tiny else options.preset
-        about = {"device": name, "dtype": str(dtype), "preset": preset, "ranks": options.ranks}
-        write_json(options.json, {**about, "tiles": rows})
     return 0
 
 

@@ -35,9 +35,9 @@ def main(folder: Path, versions: tuple[str, ...]) -> int:
             return CANNOT_INSTALL
         environment = os.environ | {"PYTHONPATH": str(target)}
         environment.pop("TRITON_INTERPRET", None)
-        tests = str(ROOT / "tests" / "kernels" / "test_compiled_code.py")
+        tests = [str(ROOT / "tests" / "kernels" / f"test_{name}.py") for name in ("compiled_code", "decode_code")]
         print(f"triton {version}", flush=True)
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", tests]
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", *tests]
         if subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode != 0:
             return 1
     return 0

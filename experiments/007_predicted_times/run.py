@@ -17,8 +17,8 @@ from laneformer.infer.plan_report import plan_report
 
 HERE = Path(__file__).parent
 MACHINES = ("h200", "8xh200", "mi300x", "8xmi300x")
-# What a tile and an attention block may shrink to; the first is the kernel's own.
-SHAPES = ((16384, 128), (16384, 32), (4096, 32), (2048, 32))
+# Weights of a tile and positions of an attention block; the first are the kernel's own.
+SHAPES = ((16384, 32), (16384, 128), (4096, 32), (2048, 32))
 
 
 def main() -> None:

@@ -80,7 +80,7 @@ def sizes(tiny: bool) -> Sizes:
         sys.exit("this check needs a GPU that torch can use; --tiny rehearses it without one")
     device = torch.device("cuda", 0)
     programs = torch.cuda.get_device_properties(device).multi_processor_count
-    return Sizes(LaneConfig.preset("2b"), torch.float16, device, programs, 128, 7, 1024, 2048, False)
+    return Sizes(LaneConfig.preset("2b"), torch.float16, device, programs, 128, 7, 1024, 1280, False)
 
 
 def random_weights(s: Sizes, lanes: Sequence[int]) -> RankWeights:

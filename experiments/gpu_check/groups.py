@@ -45,7 +45,7 @@ class Groups:
         config = weights.config
         shape = DeviceShape(max(1, s.programs // WIDTH) if not s.tiny else 1, block_positions=32)
         self.plan = Plan(config, Schedule.parse(text, config), ranks, shape, s.capacity)
-        self.ranks, self.s, self.tokens = ranks, s, tokens
+        self.ranks, self.s, self.tokens, self.us = ranks, s, tokens, 0.0
         shared = [new_shared(self.plan, s.device) for _ in range(ranks)]
         cos, sin = turns(config, torch.arange(s.capacity, device=s.device)[None], torch.float32)
         self.memories, tables, self.caches = [], [], []
@@ -71,12 +71,15 @@ class Groups:
                   for name, tensor in vars(shared).items()}  # fmt: skip
         from laneformer.kernels.decode import decode
 
-        run_kernel(
-            decode, self.ranks * self.plan.programs, (self.table, *told, *shared_arguments(self.tables, self.plan)),
-            self.constants, names,
-        )  # fmt: skip
-        if not self.s.tiny:
-            torch.cuda.synchronize()
+        arguments = (self.table, *told, *shared_arguments(self.tables, self.plan))
+        events = None if self.s.tiny else [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        if events:
+            events[0].record()
+        run_kernel(decode, self.ranks * self.plan.programs, arguments, self.constants, names)
+        if events:
+            events[1].record()
+            events[1].synchronize()
+            self.us = events[0].elapsed_time(events[1]) * 1e3
         found = []
         for rank, memory in enumerate(self.memories):
             abort = read_abort(memory.peers[rank].abort.tolist(), self.plan, rank)
@@ -119,12 +122,8 @@ def timed(groups: Groups, token: int) -> dict[str, float] | None:
     """Microseconds a token of launches that follow each other; a group has an eighth of the device."""
     times = []
     for number in range(1, 5):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
         groups.run(token, number * groups.tokens, number * groups.tokens)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / groups.tokens)
+        times.append(groups.us / groups.tokens)
     return spread(times)
 
 

@@ -62,7 +62,7 @@ else
     step tiles_8 60 "$python" -m laneformer.kernels.tile_bench $tiles --ranks 8 --json "$parts/tiles_8.json"
 fi
 step one_of_eight 90 "$python" $here/one_of_eight.py $tiny --json "$parts/one_of_eight.json"
-step one_gpu 150 "$python" $here/one_gpu.py $tiny --json "$parts/one_gpu.json"
+step one_gpu 170 "$python" $here/one_gpu.py $tiny --json "$parts/one_gpu.json"
 step groups 100 "$python" $here/groups.py $tiny --json "$parts/groups.json"
 step correctness 150 "$python" $here/correctness.py $tiny --json "$parts/correctness.json"
 cat "$out/table.txt"

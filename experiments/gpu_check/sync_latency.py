@@ -12,7 +12,7 @@ from laneformer.kernels.sync import ABORT_WORDS, poll_words, rearm, signal, to_w
 
 # Words of a message, as many as rows that a program owns in the 2B.
 WORDS = 32
-LIMIT = 1 << 22
+LIMIT = tl.constexpr(1 << 22)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from laneformer import Schedule
 from laneformer.infer.engine import all_logits, generate
 from laneformer.infer.exchange import LocalExchange
 from laneformer.infer.mailbox import WaitTimeout
-from laneformer.infer.persistent import PersistentError, PersistentRunner
+from laneformer.infer.persistent import PersistentError, PersistentRunner, check_triton
 from laneformer.infer.ranks import RankError, RankSettings
 from laneformer.infer.request import Request, RequestError
 from laneformer.infer.runners import EagerRunner, make_runner
@@ -168,6 +168,8 @@ def test_logits_that_are_no_numbers_are_an_error_and_no_hang(checkpoint):
 
 def test_what_cannot_run_falls_back_and_says_why(small, checkpoint, monkeypatch):
     half = RankWeights.load(checkpoint(**SMALL), [0])
+    with pytest.raises(PersistentError, match="cannot reach a GPU's memory"):
+        check_triton(torch.device("cuda"))
     with pytest.raises(PersistentError, match="no memory"):
         PersistentRunner(half, LocalExchange(), 16)
     with pytest.warns(UserWarning, match="eager runner, because the persistent kernel cannot run here: triton is not"):

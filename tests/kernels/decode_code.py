@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import sys
 from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
 
 from laneformer.kernels import assembly
-from laneformer.kernels.catalogue import ENTRIES
+from laneformer.kernels.catalogue import ENTRIES, decode_of
+from laneformer.kernels.plan import DeviceShape
 
 NAME = "decode of the 2b on 1 of 8 devices, 8 warps"
+VOLATILE = re.compile(r"isVolatile = true\}.*?tensor<([\dx]+)x!tt\.ptr<i32>, (#\w+)>")
+LAYOUT = re.compile(r"^(#\w+) = #ttg\.blocked<\{(.*)\}>", re.M)
 KERNELS = Path(__file__).parents[2] / "kernels"
 
 
@@ -33,5 +38,27 @@ def findings(target: str) -> dict[str, object]:
     }
 
 
+def polls() -> list[dict[str, object]]:
+    """Volatile loads of decodes with small and large tiles: elements, and how many threads read each of them."""
+    found: list[dict[str, object]] = []
+    for preset, ranks in (("demo", 1), ("demo", 2), ("demo", 4), ("2b", 8)):
+        text = decode_of("sm_90", preset, ranks, DeviceShape(132), 256).compile("sm_90").texts["ttgir"]
+        layouts = {name: layout_size(body) for name, body in LAYOUT.findall(text)}
+        for shape, layout in VOLATILE.findall(text):
+            sizes = [int(size) for size in shape.split("x")]
+            # A layout that is larger than the tensor in a dimension reads it several times there.
+            copies = math.prod(max(1, whole // size) for whole, size in zip(layouts[layout], sizes, strict=True))
+            found.append({"decode": f"{preset}, {ranks} ranks", "shape": sizes, "readers": copies})
+    return found
+
+
+def layout_size(body: str) -> list[int]:
+    """Elements of each dimension that a blocked layout covers at once."""
+    fields = {name: [int(n) for n in values.split(",")] for name, values in re.findall(r"(\w+) = \[([\d, ]+)\]", body)}
+    parts = [fields[name] for name in ("sizePerThread", "threadsPerWarp", "warpsPerCTA")]
+    return [math.prod(sizes) for sizes in zip(*parts, strict=True)]
+
+
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps({target: findings(target) for target in sys.argv[2:]}))
+    found: dict[str, object] = {target: findings(target) for target in sys.argv[2:]}
+    Path(sys.argv[1]).write_text(json.dumps(found | {"polls": polls()}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,12 @@ def test_five_phases_have_weights_under_way_while_they_wait(found):
 def test_weights_come_sixteen_bytes_at_a_time(found):
     assert found["sm_90"]["wide"] > 50
     assert found["gfx942"]["wide"] > 50
+
+
+def test_every_thread_polls_words_of_its_own(found):
+    # Warps that read the same words at different moments would not agree whether to go on. The word of the host's wish
+    # to cancel is read once, and one thread passes it on.
+    polls = [poll for poll in found["polls"] if poll["shape"] != [1]]
+    assert len(polls) >= 4 * 2
+    assert [poll for poll in polls if poll["readers"] != 1] == []
+    assert all(math.prod(poll["shape"]) >= 256 for poll in polls)

@@ -109,10 +109,10 @@ def test_work_is_split_as_the_kernel_splits_it():
     assert qkv.idle_bytes == 36 * 8 * 3072 * 2
     assert qkv.weight_bytes == (768 + 1) * 3072 * 2
     assert list(qkv.items_of(95, 132)) == [95] and list(qkv.items_of(96, 132)) == []
-    # 2 key-value heads, 8 blocks of 128 positions of 2 x 96 elements.
+    # 2 key-value heads, 32 blocks of 32 positions of 2 x 96 elements: 64 programs have a block and 68 none.
     attention = found["attention"]
-    assert (attention.items, attention.cache_bytes) == (16, 2 * 1024 * 2 * 96 * 2)
-    assert attention.idle_bytes == (132 - 16) * 128 * 2 * 96 * 2
+    assert (attention.items, attention.cache_bytes) == (64, 2 * 1024 * 2 * 96 * 2)
+    assert attention.idle_bytes == (132 - 64) * 32 * 2 * 96 * 2
     # 250 tiles of 16 rows: the busiest programs have 2, program 118 the 119th and no 251st.
     head = found["head"]
     assert (list(head.items_of(117, 132)), list(head.items_of(118, 132))) == ([117, 249], [118])
@@ -126,7 +126,7 @@ def test_a_rank_with_several_lanes_takes_all_of_them_in_one_item_of_an_output_ma
     assert found["output"].items == 96 and found["qkv"].items == 8 * 96
     # Every program of the first 96 has 32 rows of 8 lanes.
     assert found["output"].idle_bytes == 36 * 32 * 384 * 8 * 2
-    # The last block of the 201 positions holds 73.
+    # The last block of the 201 positions holds 9.
     assert found["attention"].cache_bytes == 16 * 201 * 2 * 96 * 2
 
 

@@ -8,6 +8,7 @@ from planted_bugs import BUGS, RARE, Bug, outcome, seeds_until_caught, tiny_weig
 from simulated_ranks import Ranks, broken
 
 from laneformer.infer.sampling import Sampling, draw
+from laneformer.kernels.aborts import read_abort
 
 SCHEDULES = ["tensor-parallel", "delayed:1", "delayed:2:early", "ladder", "silent"]
 
@@ -74,6 +75,16 @@ def test_a_rank_that_is_missing_is_named_and_the_others_are_told():
     assert (code, rank, place, missing) == (1, 0, 2, 1)
     assert ranks.shared[1].abort[8] == 1
     assert ranks.memories[0].tensors["RESULT"][0] == 1
+
+
+def test_a_rank_that_was_told_to_stop_does_not_blame_the_model():
+    ranks = Ranks(tiny_weights(), "tensor-parallel", 8, 2, tile=64)
+    # As if rank 0 had given up before rank 1 began: no partial ever comes, and so no logits.
+    ranks.shared[1].abort[8] = 1
+    ranks.run(5, 0, 3, limit=40, ranks=[1])
+    assert ranks.shared[1].abort[0] == 0
+    abort = read_abort(ranks.shared[1].abort.tolist(), ranks.plan, 1)
+    assert (abort.kind, abort.culprit) == ("peer", 0)
 
 
 def test_that_peers_are_told_is_what_that_test_sees():
