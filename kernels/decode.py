@@ -177,9 +177,9 @@ def decode(
         counted += polls
         landed += waited
         p_abort, aborts = own_abort(me, rank)
-        # Who was told to stop has no logits either, which is no fault of the model.
+        # Who was told to stop has no logits either, which is no fault of the model. Peers see it by themselves.
         if (token < 0) & (p == 0) & (aborted(p_abort) == 0):
-            give_up(p_abort, aborts, rank, 2, p, here + 7, position + 1, -1, 1)
+            give_up(p_abort, aborts, rank, 2, p, here + 7, position + 1, -1, 0)
         stop = cancelled(me, number, rank, p, here + 8, limit, R)
         stop = stop | is_stop(stops, num_stops, token) | (token < 0).to(tl.int32) | aborted(p_abort)
         if p == 0:

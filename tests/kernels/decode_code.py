@@ -41,7 +41,7 @@ def findings(target: str) -> dict[str, object]:
 def polls() -> list[dict[str, object]]:
     """Volatile loads of decodes with small and large tiles: elements, and how many threads read each of them."""
     found: list[dict[str, object]] = []
-    for preset, ranks in (("demo", 1), ("demo", 2), ("demo", 4), ("2b", 8)):
+    for preset, ranks in (("demo", 1), ("demo", 4)):
         text = decode_of("sm_90", preset, ranks, DeviceShape(132), 256).compile("sm_90").texts["ttgir"]
         layouts = {name: layout_size(body) for name, body in LAYOUT.findall(text)}
         for shape, layout in VOLATILE.findall(text):

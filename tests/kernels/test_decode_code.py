@@ -56,6 +56,6 @@ def test_every_thread_polls_words_of_its_own(found):
     # Warps that read the same words at different moments would not agree whether to go on. The word of the host's wish
     # to cancel is read once, and one thread passes it on.
     polls = [poll for poll in found["polls"] if poll["shape"] != [1]]
-    assert len(polls) >= 4 * 2
+    assert len(polls) >= 2 * 2
     assert [poll for poll in polls if poll["readers"] != 1] == []
     assert all(math.prod(poll["shape"]) >= 256 for poll in polls)

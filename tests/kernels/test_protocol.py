@@ -46,11 +46,19 @@ def test_a_bug_that_needs_a_rank_a_token_ahead_is_caught():
     assert seeds_until_caught(RARE) is not None
 
 
-@pytest.mark.parametrize(("lanes", "counts"), [(8, (1, 2, 4, 8)), (3, (1, 3))])
+@pytest.mark.parametrize(("lanes", "counts"), [(8, (1, 4)), (3, (1, 3))])
 def test_any_number_of_ranks_gives_the_same_bits(lanes, counts):
     found = [
         Ranks(tiny_weights(ranks=ranks, lanes=lanes), "delayed:1", 8, 2, tile=64).run(5, 0, 2)[1] for ranks in counts
     ]
+    for other in found[1:]:
+        assert torch.equal(other, found[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", SCHEDULES)
+def test_1_2_4_and_8_ranks_give_the_same_bits_under_every_schedule(text):
+    found = [Ranks(tiny_weights(ranks=ranks, lanes=8), text, 8, 2, tile=64).run(5, 0, 3)[1] for ranks in (1, 2, 4, 8)]
     for other in found[1:]:
         assert torch.equal(other, found[0])
 
@@ -101,5 +109,4 @@ def test_a_value_whose_bits_are_the_sentinel_is_sent_as_another_nan():
     weights[1].layers[0].down_LOI[:] = torch.tensor(-1, dtype=torch.int32).view(torch.float32)
     ranks = Ranks(weights, "tensor-parallel", 8, 2, tile=64)
     ranks.run(5, 0, 2, limit=60)
-    assert {int(shared.abort[0]) for shared in ranks.shared} <= {2, 3}
-    assert int(ranks.shared[0].abort[0]) == 2
+    assert [int(shared.abort[0]) for shared in ranks.shared] == [2, 2]
