@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -13,20 +13,12 @@ from torch import Tensor
 from laneformer.kernels import memory as mem
 from laneformer.kernels.ending import JOINED, MEAN, NORMED_SUM, SLICES
 from laneformer.kernels.plan import COUNTERS, PART_WORDS, Plan, PlanError, lane_slots, power_of_two
+from laneformer.kernels.sampling import BINS, DIGITS
+from laneformer.kernels.weights import Weights as Weights
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # What the host reads or writes while the kernel runs.
 ON_HOST = ("TOKENS", "RESULT", "CANCEL")
-
-
-class Weights(Protocol):
-    """What the kernel reads of a rank's weights (laneformer.infer.weights.RankWeights has it)."""
-
-    lanes: tuple[int, ...]
-    embedding_VD: Tensor
-    layers: Any
-    norm_LD: Tensor
-    head_L: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -123,21 +115,13 @@ class RankMemory:
             "RING": ((plan.generations + 1) * lanes * config.hidden_size, f32),
             "FINAL": (config.hidden_size, f32),
             "HEAD_PARTS": (lanes * vocab if config.lm_head_type == "lane" else 1, f32),
-            "COUNTERS": (len(COUNTERS) * int(mem.LINE.value), torch.int32),
-            "TARGETS": (len(COUNTERS), torch.int32),
-            "SCORES": (vocab, torch.float64),
-            "KEYS": (vocab, torch.int64),
-            "MASSES": (vocab, torch.int64),
-            "HISTOGRAMS": (2 * 14 * 256, torch.int64),
-            "BEST_SCORES": (2 * programs, torch.float64),
-            "BEST_TOKENS": (2 * programs, torch.int32),
             "SEEN": (vocab, torch.int8),
             "TOKENS": (self.tokens, torch.int32),
             "LOGITS": (self.kept_logits * vocab, f32),
             "RESULT": (2, torch.int32),
             "WAITS": (2 * programs, torch.int64),
             "CANCEL": (1, torch.int32),
-        }
+        } | draw_sizes(vocab, programs)
 
     def _tables(self, device: torch.device) -> None:
         def addresses(tensors: list[Tensor]) -> Tensor:
@@ -162,6 +146,20 @@ class RankMemory:
         for name in ("COUNTERS", "TARGETS", "HISTOGRAMS", "SEEN", "RESULT", "WAITS", "CANCEL"):
             self.tensors[name].zero_()
         self.peers[self.rank].clear()
+
+
+def draw_sizes(vocab: int, programs: int) -> dict[str, tuple[int, torch.dtype]]:
+    """Elements and types of what counters and the draw need of a rank's memory."""
+    return {
+        "COUNTERS": (len(COUNTERS) * int(mem.LINE.value), torch.int32),
+        "TARGETS": (len(COUNTERS), torch.int32),
+        "SCORES": (vocab, torch.float64),
+        "KEYS": (vocab, torch.int64),
+        "MASSES": (vocab, torch.int64),
+        "HISTOGRAMS": (2 * 2 * int(DIGITS.value) * int(BINS.value), torch.int64),
+        "BEST_SCORES": (2 * programs, torch.float64),
+        "BEST_TOKENS": (2 * programs, torch.int32),
+    }
 
 
 def head_offsets(weights: Weights) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,17 +18,8 @@ import laneformer.ops as ops
 from laneformer.kernels.plan import LOGIT_GENERATIONS, Plan, lane_slots
 from laneformer.kernels.plan_phases import Land, generation
 from laneformer.kernels.twin_ledger import Actor, Key, Ledger
+from laneformer.kernels.weights import Weights as Weights
 from laneformer.schedule import Own
-
-
-class Weights(Protocol):
-    """What the twin reads of a rank's weights; laneformer.infer.weights.RankWeights has it."""
-
-    lanes: tuple[int, ...]
-    embedding_VD: Tensor
-    layers: Any
-    norm_LD: Tensor
-    head_L: tuple[Tensor, ...]
 
 
 class Need(NamedTuple):

@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
 import torch
+from golden_cases import CASES as CASES
+from golden_cases import GOLDEN as GOLDEN
 from torch import Tensor
 
 from laneformer.config import LaneConfig
@@ -22,21 +26,6 @@ from laneformer.infer.weights import Packing, RankWeights
 from laneformer.terminal import write_json
 
 SCHEDULES = ("tensor-parallel", "delayed:4", "silent")
-# The golden cases: checkpoint, schedule, file with the logits.
-GOLDEN = (
-    ("attention-comm-off", "checkpoint", "expected"),
-    ("dtp-delay1", "checkpoint", "expected"),
-    ("dtp-delay1", "delayed:3", "expected-delayed3"),
-    ("dtp-delay1", "ladder", "expected-ladder"),
-    ("dtp-delay1", "silent", "expected-silent"),
-    ("dtp-delay1", "tensor-parallel", "expected-tensor-parallel"),
-    ("dtp-delay2-early-comm", "checkpoint", "expected"),
-    ("dtp-delay2-swa", "checkpoint", "expected"),
-    ("lane-head", "checkpoint", "expected"),
-    ("lane-norms-vocab-parallel", "checkpoint", "expected"),
-    ("standard-tp", "checkpoint", "expected"),
-)
-GOLDEN_FOLDER = Path(__file__).parents[2] / "tests" / "golden"
 
 
 @dataclass(frozen=True)

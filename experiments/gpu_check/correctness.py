@@ -9,7 +9,7 @@ import multiprocessing
 from typing import Any
 
 import torch
-from common import GOLDEN, GOLDEN_FOLDER, arguments, save, sizes
+from common import CASES, GOLDEN, arguments, save, sizes
 from safetensors.torch import load_file
 
 from laneformer.infer.engine import all_logits, generate
@@ -27,7 +27,7 @@ CAPACITY = 96
 
 def runner_of(name: str, dtype: torch.dtype, device: torch.device) -> PersistentRunner:
     """The persistent runner of a golden checkpoint."""
-    weights = RankWeights.load(GOLDEN_FOLDER / name, None, dtype, device)
+    weights = RankWeights.load(GOLDEN / name, None, dtype, device)
     # A wait that never ends must not take the time of the other cases.
     return PersistentRunner(weights, LocalExchange(), CAPACITY, limit_s=2.0 if device.type == "cuda" else 60.0)
 
@@ -41,7 +41,7 @@ def compile_case(case: tuple[str, str, torch.dtype]) -> None:
 
 def check(name: str, text: str, expected: str, dtype: torch.dtype, s: Any) -> dict[str, Any]:
     """One case's errors."""
-    wanted = load_file(GOLDEN_FOLDER / name / f"{expected}.safetensors")
+    wanted = load_file(GOLDEN / name / f"{expected}.safetensors")
     count = 5 if s.tiny else len(wanted["input_ids"])
     tokens, golden = wanted["input_ids"][:count].tolist(), wanted["logits"][:count]
     runner = runner_of(name, dtype, s.device)
@@ -64,7 +64,7 @@ def main() -> None:
     options = arguments(__doc__)
     s = sizes(options.tiny)
     dtypes = (torch.float32, torch.float16) if s.tiny else (torch.float32, torch.float16, torch.bfloat16)
-    golden = GOLDEN[:2] if s.tiny else GOLDEN
+    golden = CASES[:2] if s.tiny else CASES
     if options.compile_only:
         cases = [(name, text, dtype) for name, text, _ in golden for dtype in dtypes]
         with multiprocessing.get_context("spawn").Pool(10) as pool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from golden_cases import CASES
 from safetensors.torch import load_file
 
 from laneformer import Schedule
@@ -17,20 +18,6 @@ from laneformer.infer.runners import EagerRunner, make_runner
 from laneformer.infer.sampling import Sampling
 from laneformer.infer.session import Session
 from laneformer.infer.weights import RankWeights
-
-CASES = [
-    ("attention-comm-off", "checkpoint", "expected"),
-    ("dtp-delay1", "checkpoint", "expected"),
-    ("dtp-delay1", "delayed:3", "expected-delayed3"),
-    ("dtp-delay1", "ladder", "expected-ladder"),
-    ("dtp-delay1", "silent", "expected-silent"),
-    ("dtp-delay1", "tensor-parallel", "expected-tensor-parallel"),
-    ("dtp-delay2-early-comm", "checkpoint", "expected"),
-    ("dtp-delay2-swa", "checkpoint", "expected"),
-    ("lane-head", "checkpoint", "expected"),
-    ("lane-norms-vocab-parallel", "checkpoint", "expected"),
-    ("standard-tp", "checkpoint", "expected"),
-]
 
 
 def worst(logits, wanted) -> float:

@@ -4,23 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from golden_cases import CASES
 from helpers import relative_error
 from kernel_rig import GOLDEN, Rig
 from safetensors.torch import load_file
-
-CASES = [
-    ("attention-comm-off", "checkpoint", "expected"),
-    ("dtp-delay1", "checkpoint", "expected"),
-    ("dtp-delay1", "delayed:3", "expected-delayed3"),
-    ("dtp-delay1", "ladder", "expected-ladder"),
-    ("dtp-delay1", "silent", "expected-silent"),
-    ("dtp-delay1", "tensor-parallel", "expected-tensor-parallel"),
-    ("dtp-delay2-early-comm", "checkpoint", "expected"),
-    ("dtp-delay2-swa", "checkpoint", "expected"),
-    ("lane-head", "checkpoint", "expected"),
-    ("lane-norms-vocab-parallel", "checkpoint", "expected"),
-    ("standard-tp", "checkpoint", "expected"),
-]
 
 
 def worst_error(name: str, schedule: str, expected: str, dtype: torch.dtype, count: int, **shape: int) -> float:

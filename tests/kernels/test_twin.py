@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
+from golden_cases import CASES, GOLDEN
 from helpers import assert_close, relative_error
 from safetensors.torch import load_file
 
@@ -20,21 +20,6 @@ from laneformer.kernels.twin_ledger import Actor, Ledger, TwinError
 from laneformer.model import Laneformer
 from laneformer.random_weights import write_random_checkpoint
 from laneformer.schedule import Schedule
-
-GOLDEN = Path(__file__).parents[1] / "golden"
-CASES = [
-    ("attention-comm-off", "checkpoint", "expected"),
-    ("dtp-delay1", "checkpoint", "expected"),
-    ("dtp-delay1", "delayed:3", "expected-delayed3"),
-    ("dtp-delay1", "ladder", "expected-ladder"),
-    ("dtp-delay1", "silent", "expected-silent"),
-    ("dtp-delay1", "tensor-parallel", "expected-tensor-parallel"),
-    ("dtp-delay2-early-comm", "checkpoint", "expected"),
-    ("dtp-delay2-swa", "checkpoint", "expected"),
-    ("lane-head", "checkpoint", "expected"),
-    ("lane-norms-vocab-parallel", "checkpoint", "expected"),
-    ("standard-tp", "checkpoint", "expected"),
-]
 
 
 @cache
