@@ -6,7 +6,6 @@ kernels/standalone.py. Shape suffixes: laneformer/decode_ops.py.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +14,14 @@ from torch import Tensor
 
 from laneformer.kernels import memory as mem
 from laneformer.kernels import standalone_tiles as tiles
+from laneformer.kernels.buffers import draw_sizes
+from laneformer.kernels.interpreted import mended
+from laneformer.kernels.launch import WARPS as WARPS
+from laneformer.kernels.launch import signed
 from laneformer.kernels.matvec import ATTENTION, NORMED, PLAIN
-from laneformer.kernels.plan import COUNTERS, DeviceShape, PlanError, lane_slots, power_of_two, tile_for
+from laneformer.kernels.plan import DeviceShape, PlanError, lane_slots, power_of_two, tile_for
 from laneformer.kernels.sync import ABORT_WORDS
 
-WARPS = 8
 # Polls for what has been sent before the launch: what is not there by then was never sent.
 LANDING_POLLS = 16
 # Polls for programs of the same launch, which are all resident.
@@ -49,7 +51,7 @@ class Launch:
             options["launch_cooperative_grid"] = True
         # No programs means that nothing is to be done, which a launch cannot say.
         if self.programs and device.type != "meta":
-            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            with torch.cuda.device(device) if device.type == "cuda" else mended():
                 self.kernel[(self.programs,)](*self.arguments, **self.constants, **options)
         return self.out
 
@@ -312,11 +314,6 @@ def post_logits(
     return Launch(tiles.head_rows, min(shape.programs, lanes * tile.count), arguments, constants, None, boxes_R)
 
 
-def signed(seed: int) -> int:
-    """A 64-bit seed as int64 holds it."""
-    return seed - (1 << 64) if seed >= 1 << 63 else seed
-
-
 def gumbel(ids_C: Tensor, seed: int, position: int) -> Launch:
     """Noise of token ids at a position."""
     count = ids_C.numel()
@@ -356,12 +353,7 @@ def draw(
 
 def draw_memory(vocab: int, programs: int, device: torch.device) -> tuple[dict[str, Tensor], list[Tensor]]:
     """What a draw needs of a rank's memory, by the names of kernels/memory.py, and what tables in it point at."""
-    sizes = {
-        "COUNTERS": (len(COUNTERS) * int(mem.LINE.value), torch.int32), "TARGETS": (len(COUNTERS), torch.int32),
-        "SCORES": (vocab, torch.float64), "KEYS": (vocab, torch.int64), "MASSES": (vocab, torch.int64),
-        "HISTOGRAMS": (2 * 14 * 256, torch.int64), "BEST_SCORES": (2 * programs, torch.float64),
-        "BEST_TOKENS": (2 * programs, torch.int32), "LOGITS": (1, torch.float32),
-    }  # fmt: skip
+    sizes = draw_sizes(vocab, programs) | {"LOGITS": (1, torch.float32)}
     held = {name: torch.zeros(size, dtype=dtype, device=device) for name, (size, dtype) in sizes.items()}
     box = torch.full((2 * vocab,), -1, dtype=torch.int32, device=device)
     abort = torch.zeros(int(ABORT_WORDS.value), dtype=torch.int32, device=device)

@@ -27,7 +27,7 @@ from torch import Tensor
 from laneformer.config import LaneConfig
 from laneformer.kernels import standalone_launches as launches
 from laneformer.kernels import standalone_tiles as tiles
-from laneformer.kernels.plan import PlanError
+from laneformer.kernels.plan import DeviceShape, PlanError
 from laneformer.kernels.standalone_launches import Launch, Message
 
 # Copies of small tensors: more would only take time to make.
@@ -117,7 +117,7 @@ def attention_cases(s: Share) -> list[Case]:
     config, lanes, size = s.config, s.lanes, s.config.head_size
     heads, kv_heads, hidden = s.part(config.num_attention_heads), s.part(config.kv_heads), config.hidden_size
     length = min(config.max_position_embeddings, config.sliding_window or MOST_POSITIONS)
-    rows, block = (heads + 2 * kv_heads) * size, min(128, launches.power_of_two(length))
+    rows, block = (heads + 2 * kv_heads) * size, min(DeviceShape(1).block_positions, launches.power_of_two(length))
     blocks = -(-length // block)
     left = lanes * heads * blocks * (size + 2)
 
@@ -204,14 +204,12 @@ def interpreted() -> bool:
     return "Interpreted" in type(tiles.matrix_rows).__name__
 
 
-def check_device(config: LaneConfig, dtype: torch.dtype, device: torch.device) -> None:
+def check_device(config: LaneConfig, device: torch.device) -> None:
     """Raises PlanError where the tiles cannot be run, or not in a reasonable time."""
     if device.type == "cuda":
         return
     if not interpreted():
         raise PlanError(f"triton compiles nothing for {device}; to try the interpreter: TRITON_INTERPRET=1 ... --tiny")
-    if dtype == torch.bfloat16:
-        raise PlanError("Triton's interpreter computes bfloat16 wrongly; give --dtype float16 or float32")
     weights = 3 * config.hidden_size * config.intermediate_size
     if weights > INTERPRETED_WEIGHTS:
         raise PlanError(
@@ -294,7 +292,7 @@ def bench_tiles(
     where = torch.device(device)
     if rounds < 1:
         raise PlanError(f"rounds must be at least 1, got {rounds}")
-    check_device(config, dtype, where)
+    check_device(config, where)
     return list(measured_tiles(config, dtype, where, rounds, ranks))
 
 
@@ -370,7 +368,7 @@ def main(given: list[str] | None = None) -> int:
             raise PlanError(f"the folder of {options.json} does not exist")
         if options.rounds < 1:
             raise PlanError(f"rounds must be at least 1, got {options.rounds}")
-        check_device(config, dtype, device)
+        check_device(config, device)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
         print(f"{name}, {str(dtype).removeprefix('torch.')}, one of {options.ranks} ranks", flush=True)
         preset = "tiny" if options.tiny else options.preset

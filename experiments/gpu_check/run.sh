@@ -54,7 +54,7 @@ else
 fi
 step sync_latency 60 "$python" $here/sync_latency.py $tiny --json "$parts/sync_latency.json"
 if [ -n "$tiny" ]; then
-    tiles="--tiny --dtype float32 --rounds 2"
+    tiles="--tiny --rounds 2"
     step tiles_8 120 "$python" -m laneformer.kernels.tile_bench $tiles --ranks 4 --json "$parts/tiles_8.json"
 else
     tiles="--preset 2b --dtype float16"

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import laneformer.kernels.launch as launch_module
 from laneformer import Schedule
+from laneformer.infer.bench import Variant
 from laneformer.infer.engine import all_logits, generate
 from laneformer.infer.exchange import LocalExchange
+from laneformer.infer.generate import describe, summary
 from laneformer.infer.mailbox import WaitTimeout
 from laneformer.infer.persistent import PersistentError, PersistentRunner, check_triton
 from laneformer.infer.ranks import RankError, RankSettings
+from laneformer.infer.report import number
 from laneformer.infer.request import Request, RequestError
 from laneformer.infer.runners import EagerRunner, make_runner
 from laneformer.infer.sampling import Sampling
@@ -186,3 +190,13 @@ def test_what_it_refuses_is_said(small, checkpoint):
     runner = PersistentRunner(half, LocalExchange(), 16, (), lambda count: memory)
     with pytest.raises(RequestError, match="was not announced"):
         runner.step(5, Schedule.parse("ladder", half.config))
+
+
+def test_times_that_it_does_not_know_are_null_and_not_nan(small):
+    request = Request((5, 6, 7), 2, schedule="delayed:1", ignore_end=True)
+    runner = PersistentRunner(small, LocalExchange(), 16)
+    result = summary(list(generate(runner, request)), "", request, 1, runner.name)
+    assert (result["wait_us_per_token"], result["head_wait_us_per_token"]) == (None, None)
+    assert "waiting for partials" not in describe(result)
+    assert number(np.float64("nan"), Variant("silent", "persistent", 1, 0.0)) is None
+    assert number(np.float64(3.0), Variant("silent", "eager", 1, 0.0)) == 3.0

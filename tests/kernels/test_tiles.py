@@ -23,8 +23,7 @@ from laneformer.kernels.plan import PlanError
 
 # Columns beyond the last head are -inf minus -inf before they are masked.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")
-# bfloat16 is missing on purpose: Triton's interpreter keeps it as an integer and computes nonsense without an error.
-DTYPES = [torch.float32, torch.float16]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EPS = 1e-2
 
 
