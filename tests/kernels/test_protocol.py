@@ -43,7 +43,8 @@ def test_a_planted_bug_is_caught(bug):
 
 @pytest.mark.slow
 def test_a_bug_that_needs_a_rank_a_token_ahead_is_caught():
-    assert seeds_until_caught(RARE) is not None
+    # It is about how far ranks run apart, not about memory; with weak memory it takes hundreds of seeds (006).
+    assert seeds_until_caught(RARE, "sequential") is not None
 
 
 @pytest.mark.parametrize(("lanes", "counts"), [(8, (1, 4)), (3, (1, 3))])
