@@ -18,6 +18,7 @@ from pathlib import Path
 
 from baselines import baselines
 from matplotlib.figure import Figure
+from omegaconf import OmegaConf
 
 from laneformer import LaneConfig
 from laneformer.random_weights import write_random_checkpoint
@@ -63,7 +64,8 @@ def learn(out: Path, shards: Path, extra: list[str]) -> None:
     seen = lines[-1]["step"] * 8 * 256
     print(f"\nHeld-out files, bits a byte (the run saw {seen:,} tokens; the loss curve is in {out / 'loss.png'}):")
     print(f"  {bits:.3f}  lane model, delayed:4, {seen:,} tokens")
-    rows = baselines(shards, seen)
+    settings = OmegaConf.load(folder / "config.yaml")
+    rows = baselines(shards, seen, settings.data.valid_bytes)
     for row in rows:
         print(f"  {row['bits_per_byte']:.3f}  {row['model']}, {row['tokens']:,} tokens")
     result = {"bits_per_byte": bits, "tokens_seen": seen, "baselines": rows}
