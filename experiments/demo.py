@@ -61,10 +61,10 @@ def learn(out: Path, shards: Path, extra: list[str]) -> None:
     axes.grid(alpha=0.3)
     figure.savefig(out / "loss.png")
     bits = lines[-1]["valid_bits_per_byte"]["stdlib"]
-    seen = lines[-1]["step"] * 8 * 256
+    settings = OmegaConf.load(folder / "config.yaml")
+    seen = lines[-1]["step"] * settings.data.batch * settings.data.sequence_length
     print(f"\nHeld-out files, bits a byte (the run saw {seen:,} tokens; the loss curve is in {out / 'loss.png'}):")
     print(f"  {bits:.3f}  lane model, delayed:4, {seen:,} tokens")
-    settings = OmegaConf.load(folder / "config.yaml")
     rows = baselines(shards, seen, settings.data.valid_bytes)
     for row in rows:
         print(f"  {row['bits_per_byte']:.3f}  {row['model']}, {row['tokens']:,} tokens")
