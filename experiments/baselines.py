@@ -17,6 +17,7 @@ import numpy as np
 from laneformer.data.shards import Shard, open_shard, read_manifest
 from laneformer.evaluation.ngram import NgramModel
 from laneformer.files import write_text
+from laneformer.train.folders import read_folders
 from laneformer.train.validation import held_out
 
 ORDERS = {"unigram": 1, "5-gram": 5}
@@ -40,8 +41,11 @@ def baselines(folder: Path, seen: int, valid_bytes: int) -> list[dict]:
     """A row for each order and each amount of text; `valid_bytes` limits the held-out text as in a training run."""
     manifest = read_manifest(folder)
     opened = [open_shard(folder, info, manifest, verify=False) for info in manifest.shards]
+    if any(shard.learn is not None for shard in opened):
+        raise SystemExit(f"{folder} marks what is learnt, as conversations do; n-grams are measured on whole texts")
     train = [shard for shard in opened if shard.info.split == "train"]
-    valid = [part for parts in held_out([folder], valid_bytes, verify=False).values() for part in parts]
+    found = held_out(read_folders([folder]), valid_bytes, verify=False)
+    valid = [part for parts in found.values() for part in parts]
     num_bytes = sum(part.num_bytes for part in valid)
     rows = []
     for limit in (seen, float("inf")):

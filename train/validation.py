@@ -52,16 +52,15 @@ def validation_rows(
     bytes are those of its decoded text, special tokens left out; a source without a byte to measure is left out. Raises
     ShardError as the loader does.
     """
-    end_id = read_folders(folders).manifest.end_id
+    found = read_folders(folders)
     return {
-        source: _as_rows(parts, sequence_length, end_id, document_mask)
-        for source, parts in held_out(folders, limit_bytes, verify).items()
+        source: _as_rows(parts, sequence_length, found.manifest.end_id, document_mask)
+        for source, parts in held_out(found, limit_bytes, verify).items()
     }
 
 
-def held_out(folders: Sequence[Path], limit_bytes: int, verify: bool = True) -> dict[str, list[HeldOut]]:
+def held_out(found: Folders, limit_bytes: int, verify: bool = True) -> dict[str, list[HeldOut]]:
     """The text that `validation_rows` cuts into rows, by source and shard, so that other models meet the same."""
-    found = read_folders(folders)
     parts = {
         source: _first_documents(found, places, limit_bytes, verify) for source, places in found.places("valid").items()
     }

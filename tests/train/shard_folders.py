@@ -56,6 +56,17 @@ def finish(folder: Path, shards: Sequence[ShardInfo], tokenizer_hash: str = "0" 
     return folder
 
 
+def two_sources(folder: Path, learnt_first: int = 5000) -> Path:
+    """Held-out documents of 10, 18, 8, 6 bytes (code) and 4, 60 (prose); 50 tokens to learn from `learnt_first` on."""
+    shards = [
+        write_shard(folder, "v0", "code", counting(100, [5, 9]), split="valid"),
+        write_shard(folder, "t", "code", counting(learnt_first, [50])),
+        write_shard(folder, "v1", "code", counting(200, [4, 3]), split="valid"),
+        write_shard(folder, "p", "prose", counting(300, [2, 30]), split="valid"),
+    ]
+    return finish(folder, shards)
+
+
 def small_tokenizer() -> Tokenizer:
     """A tokenizer of 300 entries, some of several characters."""
     return train_tokenizer(TEXTS, 300)

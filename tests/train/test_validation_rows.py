@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from shard_folders import END, TEXTS, counting, finish, small_tokenizer, text_folder, text_manifest, write_shard
+from shard_folders import (
+    END,
+    TEXTS,
+    counting,
+    small_tokenizer,
+    text_folder,
+    text_manifest,
+    two_sources,
+)
 
 from laneformer.data.shards import ShardWriter, write_manifest
 from laneformer.data.tokenizer import save_tokenizer
@@ -22,14 +30,7 @@ def targets_of(rows):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two sources; documents of 2 bytes a token, so of 10, 18, 8, 6 bytes in the first source."""
-    shards = [
-        write_shard(tmp_path, "v0", "code", counting(100, [5, 9]), split="valid"),
-        write_shard(tmp_path, "t", "code", counting(5000, [50])),
-        write_shard(tmp_path, "v1", "code", counting(200, [4, 3]), split="valid"),
-        write_shard(tmp_path, "p", "prose", counting(300, [2, 30]), split="valid"),
-    ]
-    return finish(tmp_path, shards)
+    return two_sources(tmp_path)
 
 
 def ended(*documents):
