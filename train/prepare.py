@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch import nn
 
 from laneformer.checkpoint import Checkpoint, expected_shapes, has_lane_axis
 from laneformer.config import LaneConfig
@@ -188,6 +189,8 @@ def new_model(
         torch.manual_seed(settings.seed)
         # Drawn whole and on the CPU, so that the weights are the same on every device and any number of ranks.
         whole = Laneformer(config, schedule, dtype=dtype)
+    if settings.zero_outputs:
+        silence(whole)
     if len(held) < config.num_lanes:
         part = Laneformer(config, schedule, held, dtype=dtype)
         tensors = dict(whole.named_parameters())
@@ -196,6 +199,14 @@ def new_model(
                 parameter.copy_(tensors[name][held] if has_lane_axis(name, config) else tensors[name])
         whole = part
     return whole.to(settings.device)
+
+
+def silence(model: Laneformer) -> None:
+    """Zeroes what every module adds to the streams, so that logits depend on the embedding and the head alone."""
+    for index in range(model.config.num_hidden_layers):
+        layer = model.model.layer(index)
+        for matrix in (layer.attention.wo, layer.feed_forward.w2):
+            nn.init.zeros_(matrix.weight)
 
 
 def tokenizer_copier(folder: Path) -> Callable[[Path], object]:

@@ -149,6 +149,9 @@ class Settings:
     init_from: str | None = setting(None, "checkpoint folder whose weights (and tokenizer) the run starts from")
     tokenizer: str | None = setting(None, "corpus: tokenizer.json to adopt; one of model.vocab_size is trained if null")
     schedule: str = setting("checkpoint", "when lanes sync: tensor-parallel, delayed:D, ladder, silent, or the model's")
+    zero_outputs: bool = setting(
+        False, "whether fresh wo and w2 are zero instead of random, so that every module starts out adding nothing"
+    )
     steps: int = setting(300, "optimizer steps")
     seed: int = setting(0, "of the initial weights and of the data order")
     device: str = setting("cpu", "cpu or cuda")

@@ -61,6 +61,23 @@ def test_loss_falls_far_on_a_text_that_repeats_itself(settings_for):
     assert after < 0.25 * before and after == logged(settings)[-1]["valid_bits_per_byte"]["corpus"]
 
 
+def test_zero_outputs_leave_the_streams_as_the_embedding_and_still_learn(settings_for):
+    plain, silent = (trainer_of(settings_for(zero_outputs=zero)) for zero in (False, True))
+    batch = silent.loader.batch(0, 2)
+    module = silent.model
+    stream_BSD = module.model.norm(module.model.tok_embeddings.weight[batch.inputs_BS])
+    torch.testing.assert_close(module(batch.inputs_BS), stream_BSD @ module.lm_head.weight.T)
+    before = weights(module)
+    zeros = {name for name, weight in before.items() if not weight.any()}
+    assert zeros == {name for name in before if name.endswith((".wo.weight", ".w2.weight"))} and len(zeros) == 4
+    same = {name for name, weight in weights(plain.model).items() if torch.equal(weight, before[name])}
+    assert same == before.keys() - zeros, "the other weights are drawn as ever"
+    for _ in range(2):
+        silent.step()
+    moved = {name for name, weight in weights(module).items() if not torch.equal(weight, before[name])}
+    assert moved == before.keys()
+
+
 def by_hand(model, batch, z_loss):
     """The cross-entropy and the loss of a batch, document by document, from log-probabilities of single rows."""
     nats = squares = 0.0

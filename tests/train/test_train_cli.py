@@ -56,7 +56,7 @@ def test_every_experiment_runs_two_steps(name, corpus, tmp_path):
 
 def test_the_command_line_wins_over_the_experiment_and_that_over_the_defaults():
     settings = settings_from(["experiment=demo", "corpus=a", "out=b", "data.batch=3"])
-    assert (settings.steps, settings.data.batch, settings.data.valid_bytes) == (450, 3, 1_000_000)
+    assert (settings.steps, settings.data.batch, settings.data.valid_bytes) == (600, 3, 1_000_000)
     assert settings_from(["corpus=a", "out=b"]).steps == 300
 
 
