@@ -93,10 +93,11 @@ def logit_bytes(plan: Plan) -> int:
     return WORD_BYTES * plan.head_rows * plan.lanes
 
 
-def token_phases(plan: Plan, position: int, width: int = 2) -> tuple[Phase, ...]:
+def token_phases(plan: Plan, position: int, width: int = 2, selects: Sequence[str] = ()) -> tuple[Phase, ...]:
     """All phases of the token at `position` in order; weights and cache have `width` bytes an element.
 
-    Raises PlanError for a position that the cache does not hold.
+    selects: what leaves tokens out in the draw, of top-k and top-p in this order. Raises PlanError for a position that
+    the cache does not hold.
     """
     if not 0 <= position < plan.context:
         raise PlanError(f"position is {position}, the cache holds 0..{plan.context - 1}")
@@ -105,7 +106,7 @@ def token_phases(plan: Plan, position: int, width: int = 2) -> tuple[Phase, ...]
     for layer in range(plan.config.num_hidden_layers):
         token.attention_module(layer)
         token.feed_forward_module(layer)
-    token.end()
+    token.end(selects)
     return tuple(token.phases)
 
 
@@ -202,7 +203,7 @@ class _Token:
             sends=number[n] if step.sends else None, lands=lands,
         )  # fmt: skip
 
-    def end(self) -> None:
+    def end(self, selects: Sequence[str]) -> None:
         """Final norm, head, and the draw; a head that is not replicated reads the streams themselves."""
         plan, config = self.plan, self.plan.config
         tile, last, ready = plan.tiles["out"], 2 * config.num_hidden_layers, "stream"
@@ -221,8 +222,23 @@ class _Token:
                  [*parts, "logit_box"], ready, loads=loads, norms=0 if mean else norm)  # fmt: skip
         self.add("draw", None, plan.score_chunks, f"{plan.score_chunk} token ids", ["logit_box", "SEEN"],
                  ["logit_box", "BEST_SCORES", "BEST_TOKENS"], signals="scores")  # fmt: skip
+        self.select(selects)
         self.add("agree", None, 0, "", ["BEST_SCORES", "BEST_TOKENS"], ["TOKENS", "SEEN"], "scores",
                  waiters=plan.programs)  # fmt: skip
+
+    def select(self, kinds: Sequence[str]) -> None:
+        """Rounds that count the scores' keys, eight bits at a time, until it is known which tokens are kept."""
+        plan, ids = self.plan, f"{self.plan.score_chunk} token ids"
+        for kind in kinds:
+            for digit in range(SELECT_ROUNDS):
+                # All agree on the best first; who has no tokens is not asked again until the end.
+                first = digit == 0 and kind == kinds[0]
+                self.add(f"{kind} {digit}", None, plan.score_chunks, ids, ["BEST_SCORES" if first else "HISTOGRAMS"],
+                         ["HISTOGRAMS"], "scores" if first else "select", "select",
+                         waiters=plan.programs if first else None)  # fmt: skip
+        if kinds:
+            self.add("keep", None, plan.score_chunks, ids, ["HISTOGRAMS"], ["BEST_SCORES", "BEST_TOKENS"], "select",
+                     "scores")  # fmt: skip
 
 
 def syncs_per_layer(plan: Plan) -> int:

@@ -2,22 +2,28 @@
 
 All programs of all ranks are generators in one process. A program may go on once the counter it waits for has reached
 its target, or the mailbox words it polls are there; which of those that may go on does, a seed decides. Whatever a
-program reads must have been written by a program whose signal has reached it (kernels/twin_ledger.py). Greedy: what
-top-k and top-p add to the draw, and the control words by which ranks stop alike, are not carried out.
+program reads must have been written by a program whose signal has reached it (kernels/twin_ledger.py). The control
+words by which ranks stop alike are not carried out.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from laneformer.kernels.plan import Plan
 from laneformer.kernels.plan_phases import Phase, token_phases
-from laneformer.kernels.twin_ledger import Actor, Ledger, TwinError, name
-from laneformer.kernels.twin_rank import Need, Rank, Weights, World
+from laneformer.kernels.twin_draw import selects
+from laneformer.kernels.twin_ledger import Actor, Ledger, Need, TwinError, name
+from laneformer.kernels.twin_rank import Rank, Weights, World
+
+if TYPE_CHECKING:
+    from laneformer.kernels.launch import Settings
 
 Phases = Callable[[Plan, int], tuple[Phase, ...]]
 
@@ -26,20 +32,27 @@ class Twin:
     """The ranks of a plan; weights: one Weights a rank, of one type, which the cache has too; sums are wide.
 
     phases: what the programs do, the plan's own phases unless a test changes them. generations: messages that a
-    mailbox holds, likewise. A twin runs once.
+    mailbox holds, likewise. sampling: how tokens are drawn, greedily unless given; what was fed so far counts as seen.
+    A twin runs once.
     """
 
     def __init__(
-        self, plan: Plan, weights: Sequence[Weights], phases: Phases = token_phases, generations: int | None = None
+        self,
+        plan: Plan,
+        weights: Sequence[Weights],
+        phases: Phases | None = None,
+        generations: int | None = None,
+        sampling: Settings | None = None,
     ) -> None:
-        self.plan, self.phases = plan, phases
+        kinds = selects(sampling, plan.config.vocab_size)
+        self.plan, self.phases = plan, phases or partial(token_phases, selects=kinds)
         self.ledger = Ledger(plan.ranks * plan.programs)
-        self.world = World(plan, plan.generations if generations is None else generations, self.ledger)
+        self.world = World(plan, plan.generations if generations is None else generations, self.ledger, sampling)
         self.world.ranks += [Rank(self.world, rank, held) for rank, held in enumerate(weights)]
         self._planned: list[tuple[tuple[Phase, ...], dict[str, int]]] = []
 
     def run(self, tokens: Sequence[int], count: int | None = None, seed: int = 0) -> tuple[list[int], Tensor]:
-        """The likeliest token after each of `tokens`, then after each drawn one up to `count`; and logits [count, V].
+        """The token drawn after each of `tokens`, then after each drawn one up to `count`; and logits [count, V].
 
         Raises TwinError at the first thing the plan does not order, and if all programs wait for one another.
         """

@@ -43,6 +43,15 @@ class Actor(NamedTuple):
         return f"it waits for {phase.target} arrivals of the token at {phase.waits_for}"
 
 
+class Need(NamedTuple):
+    """What a program waits for: a counter of its rank at a count, or mailbox words."""
+
+    actor: Actor
+    counter: str | None = None
+    target: int = 0
+    words: tuple[Key, ...] = ()
+
+
 class Access(NamedTuple):
     """What an actor did to a region, at which tick of its clock."""
 
@@ -63,6 +72,12 @@ class Region:
     written: Access
     tag: Key
     readers: dict[int, Access] = field(default_factory=dict)
+    adders: dict[int, Access] = field(default_factory=dict)
+
+    @property
+    def writers(self) -> tuple[Access, ...]:
+        """Who has made it what it holds."""
+        return (self.written, *self.adders.values())
 
 
 @dataclass
@@ -96,7 +111,7 @@ class Ledger:
         """A region is overwritten: everybody who wrote or read it must be done. Raises TwinError."""
         tick, known = self.tick(actor.index), self.after[actor.index]
         old = self.regions.get(key)
-        for access in () if old is None else (old.written, *old.readers.values()):
+        for access in () if old is None else (*old.writers, *old.readers.values()):
             if access.tick > known[access.actor.index]:
                 raise TwinError(f"{actor} overwrites {name(key)} without having waited for {access.missing()}")
         self.regions[key] = Region(Access(actor, tick), tag)
@@ -106,14 +121,35 @@ class Ledger:
         tick, region = self.tick(actor.index), self.regions.get(key)
         if region is None:
             raise TwinError(f"{actor} reads {name(key)}, which nobody has written; {actor.waited()}")
-        if region.written.tick > self.seen[actor.index, region.written.actor.index]:
-            raise TwinError(f"{actor} reads {name(key)} without having waited for {region.written.missing()}")
+        self._known(actor, "reads", key, region.writers)
         if region.tag != tag:
             raise TwinError(
                 f"{actor} reads {name(key)}, which holds {region.tag} of {region.written.actor} and not {tag}; "
                 f"{actor.waited()}"
             )
         region.readers[actor.index] = Access(actor, tick)
+
+    def add(self, actor: Actor, key: Key, tag: Key) -> None:
+        """Numbers are added to a region, by others too in any order, until it is read. Raises TwinError.
+
+        It must hold `tag`, and whoever put that there must have been waited for; what nobody has written is zero.
+        """
+        tick = self.tick(actor.index)
+        region = self.regions.setdefault(key, Region(Access(actor, 0), tag))
+        self._known(actor, "adds to", key, (region.written,))
+        if region.tag != tag:
+            raise TwinError(
+                f"{actor} adds to {name(key)}, which holds {region.tag} of {region.written.actor} and not {tag}"
+            )
+        for access in region.readers.values():
+            raise TwinError(f"{actor} adds to {name(key)}, which {access.actor} has read already")
+        region.adders[actor.index] = Access(actor, tick)
+
+    def _known(self, actor: Actor, does: str, key: Key, accesses: tuple[Access, ...]) -> None:
+        """Raises TwinError unless what was written has been seen."""
+        for access in accesses:
+            if access.tick > self.seen[actor.index, access.actor.index]:
+                raise TwinError(f"{actor} {does} {name(key)} without having waited for {access.missing()}")
 
     def signal(self, actor: Actor, counter: str) -> None:
         """One more arrival; it passes on what this program and all earlier arrivals did and saw."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,30 +17,26 @@ from torch import Tensor
 import laneformer.ops as ops
 from laneformer.kernels.plan import LOGIT_GENERATIONS, Plan, lane_slots
 from laneformer.kernels.plan_phases import Land, generation
-from laneformer.kernels.twin_ledger import Actor, Key, Ledger
+from laneformer.kernels.twin_draw import Drawing
+from laneformer.kernels.twin_ledger import Actor, Key, Ledger, Need
 from laneformer.kernels.weights import Weights as Weights
 from laneformer.schedule import Own
 
-
-class Need(NamedTuple):
-    """What a program waits for: a counter of its rank at a count, or mailbox words."""
-
-    actor: Actor
-    counter: str | None = None
-    target: int = 0
-    words: tuple[Key, ...] = ()
+if TYPE_CHECKING:
+    from laneformer.kernels.launch import Settings
 
 
 @dataclass
 class World:
     """What the ranks of a twin share: plan, ring length, clocks, all ranks, tokens given, and what came out.
 
-    logits: by rank and token, [V]. drawn: by rank, program and token.
+    sampling: how tokens are drawn, greedily if None. logits: by rank and token, [V]. drawn: by rank, program and token.
     """
 
     plan: Plan
     generations: int
     ledger: Ledger
+    sampling: Settings | None = None
     ranks: list[Rank] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logits: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -83,7 +79,7 @@ class Rank:
         self.held = [min(config.window(i) or plan.context, plan.context) for i in range(config.num_hidden_layers)]
         shapes = [(lanes, plan.kv_heads, held, config.head_size) for held in self.held]
         self.keys, self.values = ([empty(*shape, dtype=self.dtype) for shape in shapes] for _ in "kv")
-        self.best = torch.zeros(plan.programs, 2, dtype=torch.float64)
+        self.drawing = Drawing(self)
         rope = config.rope_scaling
         scaling = rope and (rope.factor, rope.low_freq_factor, rope.high_freq_factor,
                             rope.original_max_position_embeddings)  # fmt: skip
@@ -97,12 +93,14 @@ class Rank:
         if phase in ("output", "down", "final") and items:
             yield from self.rows(actor, items)
         elif phase == "draw" and items:
-            yield from self.draw(actor, items)
+            yield from self.drawing.collect(actor, items)
+        elif phase.startswith(("top-k", "top-p")):
+            self.drawing.count(actor, items)
         elif phase == "agree":
-            self.agree(actor)
+            self.drawing.agree(actor)
         elif items:
             parts = {"embed": self.embed, "qkv": self.qkv, "attention": self.attention, "gate/up": self.gate_up,
-                     "head": self.head}  # fmt: skip
+                     "head": self.head, "keep": self.drawing.keep}  # fmt: skip
             parts[phase](actor, items)
 
     def read(self, actor: Actor, buffer: str, places: Sequence[Any], *tag: Any) -> None:
@@ -351,38 +349,3 @@ class Rank:
             for begin, end in self.pieces(first, last):
                 self.ledger.post(actor, ("logit_box", peer.number, parity, slot, begin, end), (actor.token,))
                 peer.logit_box[parity, slot, begin:end] = row[begin - first : end - first]
-
-    def draw(self, actor: Actor, items: range) -> Iterator[Need]:
-        """Collects logits, re-arms their words, and leaves this program's best."""
-        plan, parity = self.plan, actor.token % LOGIT_GENERATIONS
-        logits_V = self.world.logits.setdefault(
-            (self.number, actor.token), torch.full((self.config.vocab_size,), torch.nan, dtype=self.wide)
-        )
-        whole = plan.logit_slots != plan.slots
-        slots = [slot for slot in range(plan.logit_slots) if whole or plan.valid_slots >> slot & 1]
-        best = (float("-inf"), 0)
-        for chunk in items:
-            begin, end = chunk * plan.score_chunk, min((chunk + 1) * plan.score_chunk, self.config.vocab_size)
-            keys = tuple(
-                ("logit_box", self.number, parity, slot, *piece) for slot in slots for piece in self.pieces(begin, end)
-            )
-            yield Need(actor, words=keys)
-            for key in keys:
-                self.ledger.land(actor, key, (actor.token,), True)
-            logits_V[begin:end] = ops.tree_sum(self.logit_box[parity, slots, begin:end])
-            self.logit_box[parity, :, begin:end] = torch.nan
-            score, place = logits_V[begin:end].max(0)
-            best = max(best, (score.item(), -(begin + int(place))))
-        if actor.token > 0:
-            self.read(actor, "SEEN", [0], actor.token - 1)
-        self.write(actor, "BEST", actor.program, actor.token)
-        self.best[actor.program] = torch.tensor([best[0], -best[1]])
-
-    def agree(self, actor: Actor) -> None:
-        """The best of all programs' tokens, the smallest id among equals."""
-        programs = min(self.plan.programs, self.plan.score_chunks)
-        self.read(actor, "BEST", range(programs), actor.token)
-        _, token = min((-score, int(token)) for score, token in self.best[:programs].tolist())
-        self.world.drawn[self.number, actor.program, actor.token] = token
-        if actor.program == 0:
-            self.write(actor, "SEEN", 0, actor.token)
