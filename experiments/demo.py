@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import shutil
 import subprocess
@@ -22,7 +21,6 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from laneformer import LaneConfig
-from laneformer.infer.bench import usable_cores
 from laneformer.random_weights import write_random_checkpoint
 
 PROMPT = "def read_lines(path):\n    "
@@ -31,15 +29,10 @@ SCHEDULES = "tensor-parallel,delayed:4,ladder,silent"
 MODULES = {"infer": "laneformer.infer.cli", "train": "laneformer.train.cli", "laneformer": "laneformer.tools.cli"}
 
 
-def run(program: str, *arguments: str, ranks: int = 1) -> None:
-    """Runs one of the commands, shown first as a user would type it, on so many ranks; ends the demo if it fails."""
-    torchrun = ("--standalone", "--nproc-per-node", str(ranks), "-m") if ranks > 1 else ()
-    shown = ("torchrun", *torchrun, MODULES[program]) if ranks > 1 else (program,)
-    print(f"\n$ {shlex.join((*shown, *arguments))}", flush=True)
-    started = ("-m", "torch.distributed.run", *torchrun) if ranks > 1 else ("-m",)
-    # A rank computes on one thread; torchrun says at length that it sees to that unless it is told.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"} if ranks > 1 else None
-    result = subprocess.run([sys.executable, *started, MODULES[program], *arguments], check=False, env=environment)
+def run(program: str, *arguments: str) -> None:
+    """Runs one of the commands, shown first as a user would type it; ends the demo if it fails."""
+    print(f"\n$ {program} {shlex.join(arguments)}", flush=True)
+    result = subprocess.run([sys.executable, "-m", MODULES[program], *arguments], check=False)
     if result.returncode:
         sys.exit(result.returncode)
 
@@ -59,9 +52,7 @@ def build_corpus(out: Path, valid: str) -> Path:
 def learn(out: Path, shards: Path, extra: list[str]) -> None:
     """Trains the demo model, draws its loss curve and prints its bits per byte beside the n-grams'."""
     folder = out / "train"
-    # A rank of one thread for each core: half as fast again as one process with as many threads (002_training).
-    ranks = max(n for n in (1, 2, 4) if n <= usable_cores())
-    run("train", "experiment=demo", f"data.folders=[{shards}]", f"out={folder}", "overwrite=true", *extra, ranks=ranks)
+    run("train", "experiment=demo", f"data.folders=[{shards}]", f"out={folder}", "overwrite=true", *extra)
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     figure = Figure(figsize=(6.5, 4), layout="constrained", dpi=150)
     axes = figure.subplots()
